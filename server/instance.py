@@ -87,7 +87,7 @@ class ServerInstance:
             backends,
             shm_prefix,
             shm_bytes,
-            pipeline.name,
+            pipeline.names,
         )
         self._environ = triton_command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
         self._process: TritonProcess | None = None
@@ -119,7 +119,7 @@ class ServerInstance:
         Raises TridentError: it does not answer.
         """
         text = await asyncio.to_thread(fetch, self._settings.metrics_url, timeout_s=self._settings.canary_timeout_s)
-        return server_metrics.parse(text.decode(), self._pipeline.last.name)
+        return server_metrics.parse(text.decode(), *self._pipeline.last)
 
     async def start(self) -> BecameReady | StartFailed:
         """Start tritonserver; return once a liveness probe passed or the start has failed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from contract import encoder
+from contract import encoder, packed_delta
 from contract.errors import NotFound
 
 ENSEMBLE = "ensemble"
@@ -29,20 +29,23 @@ class Model:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The model that clients call, and the steps of the ensemble in the order of its config.
+    """The models that clients call, and the steps of the ensembles in the order of their configs.
 
-    name: the ensemble's; an encoder has no ensemble and is its own only step.
+    names: an encoder has no ensemble and is its own only step.
+    last: the last step of each.
     """
 
     models: tuple[Model, ...]
-    name: str = ENSEMBLE
+    names: tuple[str, ...] = (ENSEMBLE,)
+    last: tuple[str, ...] = ("detokenizer",)
 
     def __getitem__(self, name: str) -> Model:
         return next(model for model in self.models if model.name == name)
 
     @property
-    def last(self) -> Model:
-        return self.models[-1]
+    def name(self) -> str:
+        """The first of ``names``, for every client."""
+        return self.names[0]
 
 
 def served_model(kind: str) -> str:
@@ -51,26 +54,37 @@ def served_model(kind: str) -> str:
 
 
 def read_pipeline(repository: Path, config_name: str, name: str = ENSEMBLE) -> Pipeline:
-    """Read the model ``name`` of ``repository``, with its steps.
+    """Read the model ``name`` of ``repository``, with its steps, and with the ensemble the packed one if there is one.
 
-    config_name: selects ``configs/<name>.pbtxt`` of a model that has it.
+    config_name: selects ``configs/<name>.pbtxt`` of a model that has it. An ensemble has it around an engine that sends
+        bare ids, which cannot be packed.
     Raises NotFound: a model is missing or its config cannot be read.
     """
-    steps = [step.model_name for step in _read_config(repository, name, config_name).ensemble_scheduling.step]
-    if not steps and name == ENSEMBLE:
-        raise NotFound(f"{repository / ENSEMBLE}/config.pbtxt: must be an ensemble, got no ensemble_scheduling")
-    models: list[Model] = []
-    streams = False
-    for step in steps or [name]:
-        config = _read_config(repository, step, config_name)
-        streams = streams or config.model_transaction_policy.decoupled
-        stubs = sum(group.count or 1 for group in config.instance_group) or 1
-        models.append(Model(step, stubs if config.backend == "python" else 0, streams))
-    return Pipeline(tuple(models), name)
+    names = [name]
+    if name == ENSEMBLE and (repository / packed_delta.MODEL).is_dir():
+        names += [] if _variant(repository, ENSEMBLE, config_name).is_file() else [packed_delta.MODEL]
+    models: dict[str, Model] = {}
+    last: list[str] = []
+    for served in names:
+        steps = [step.model_name for step in _read_config(repository, served, config_name).ensemble_scheduling.step]
+        if not steps and served == ENSEMBLE:
+            raise NotFound(f"{repository / ENSEMBLE}/config.pbtxt: must be an ensemble, got no ensemble_scheduling")
+        streams = False
+        for step in steps or [served]:
+            config = _read_config(repository, step, config_name)
+            streams = streams or config.model_transaction_policy.decoupled
+            stubs = sum(group.count or 1 for group in config.instance_group) or 1
+            models[step] = Model(step, stubs if config.backend == "python" else 0, streams)
+        last.append(step)
+    return Pipeline(tuple(models.values()), tuple(names), tuple(last))
+
+
+def _variant(repository: Path, model: str, config_name: str) -> Path:
+    return repository / model / "configs" / f"{config_name}.pbtxt"
 
 
 def _read_config(repository: Path, model: str, config_name: str) -> ModelConfig:
-    chosen = repository / model / "configs" / f"{config_name}.pbtxt"
+    chosen = _variant(repository, model, config_name)
     path = chosen if chosen.is_file() else repository / model / "config.pbtxt"
     try:
         return text_format.Parse(path.read_text(), ModelConfig())

@@ -10,7 +10,7 @@ RESPONSES = ("nv_inference_request_success", "nv_inference_request_failure")
 REQUESTS = "nv_trt_llm_request_metrics"
 # Values of request_type in TensorRT-LLM's gauge, which both engines export: requests that run and that wait.
 IN_ENGINE = ("active", "waiting", "scheduled", "context")
-# Requests in a model's queue, and streams whose last text is still in the detokenizer.
+# Requests in a model's queue, and streams whose last text is still in a detokenizer.
 OUTSIDE_ENGINE = ("nv_inference_pending_request_count", "trident_open_streams")
 
 
@@ -18,10 +18,10 @@ OUTSIDE_ENGINE = ("nv_inference_pending_request_count", "trident_open_streams")
 class ServerMetrics:
     """One scrape.
 
-    responses: successes and failures of the ensemble's last model so far; grows while any stream advances, and with
+    responses: successes and failures of the ensembles' last models so far; grows while any stream advances, and with
         the engine's probes of silent streams.
     in_engine: requests inside the engine by its gauges; None if it exports none.
-    outside_engine: requests in the queues of the ensemble's models, and streams still in the detokenizer.
+    outside_engine: requests in the queues of the ensemble's models, and streams still in a detokenizer.
     steps: engine steps so far; None if it does not count them.
     """
 
@@ -31,13 +31,13 @@ class ServerMetrics:
     steps: float | None = None
 
 
-def parse(text: str, last_model: str) -> ServerMetrics:
-    """Parse Prometheus ``text``. last_model: name of the ensemble's last step."""
+def parse(text: str, *last: str) -> ServerMetrics:
+    """Parse Prometheus ``text``. last: names of the ensembles' last steps."""
     found = prometheus.parse(text, (*RESPONSES, *OUTSIDE_ENGINE, "nv_trt_llm_"))
     in_engine = [value for labels, value in found.matching(REQUESTS) if labels.get("request_type") in IN_ENGINE]
     steps = [value for _, value in found.matching("nv_trt_llm_general_metrics", general_type="iteration_counter")]
     return ServerMetrics(
-        sum(found.value(name, model=last_model) for name in RESPONSES),
+        sum(found.value(name, model=model) for name in RESPONSES for model in last),
         sum(in_engine) if in_engine else None,
         sum(found.value(name) for name in OUTSIDE_ENGINE),
         steps[-1] if steps else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server import shared_memory
@@ -28,9 +28,9 @@ def arguments(
     backends: Path,
     shm_prefix: str,
     shm_bytes: int = shared_memory.MAX_BYTES,
-    model: str = ENSEMBLE,
+    models: Sequence[str] = (ENSEMBLE,),
 ) -> list[str]:
-    """Return argv of a tritonserver that serves ``model``.
+    """Return argv of a tritonserver that serves ``models``.
 
     backends: folder for --backend-directory.
     shm_prefix: start of the names of its files in /dev/shm.
@@ -44,7 +44,7 @@ def arguments(
         f"--cache-directory={installation.caches}",
         # A drain unloads models and a reload unloads and loads them.
         "--model-control-mode=explicit",
-        f"--load-model={model}",
+        *(f"--load-model={model}" for model in models),
         f"--model-config-name={settings.engine}",
         # The configs are complete; auto-completion would start every stub twice.
         "--disable-auto-complete-config",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from build.lint.engine import contract_faults
 from build.lint.repository import Fault, Model, Repository, type_name
-from contract import tensors
+from contract import packed_delta, tensors
 
 INFLIGHT_LIMIT = "max_inflight_requests"
 
@@ -220,5 +220,5 @@ def _signature(ensemble: Model) -> Iterator[Fault]:
             if tensor.name in known:
                 yield from contract_faults(ensemble, side, tensor, known[tensor.name])
     names = [{tensor.name for tensor in side} for side in (ensemble.config.input, ensemble.config.output)]
-    if "text_input" in names[0] and "text_output" not in names[1]:
+    if "text_input" in names[0] and not {"text_output", packed_delta.OUTPUT} & names[1]:
         yield ensemble.error("contract", "it takes text_input and has no output text_output")

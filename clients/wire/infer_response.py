@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from clients.wire.infer_request import STRUCT_CODES
 from clients.wire.protobuf import WireError, fields, read_varint, varint
+from contract import packed_delta
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 
 _INFER_RESPONSE_TAG = 0x12  # field 2, length-delimited
@@ -28,19 +29,19 @@ _SLOTS = {
         ["text_output", "output_ids", "output_log_probs", "top_log_probs_ids", "top_log_probs", "finish_reason"]
         + ["stop_reason", "error_message"]
         + ["num_input_tokens", "num_output_tokens", "num_cached_tokens", "arrival_time_ns", "first_scheduled_time_ns"]
-        + ["first_token_time_ns", "last_token_time_ns", "stage_time_ns"]
+        + ["first_token_time_ns", "last_token_time_ns", "stage_time_ns", packed_delta.OUTPUT]
     )
 }
 _FRACTIONS = ("output_log_probs", "top_log_probs")
-_NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), (), ())
-_REASON, _INPUTS = _SLOTS["finish_reason"], _SLOTS["num_input_tokens"]
+_NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), (), (), b"")
+_REASON, _INPUTS, _PACKED = _SLOTS["finish_reason"], _SLOTS["num_input_tokens"], _SLOTS[packed_delta.OUTPUT]
 _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class _Output(NamedTuple):
     """The output that one raw content belongs to.
 
-    slot: index into a delta's values, -1 to skip. code: of ``struct``, "" for text.
+    slot: index into a delta's values, -1 to skip. code: of ``struct``, "" for text, "s" for bytes.
     """
 
     slot: int
@@ -108,7 +109,9 @@ class ResponseDecoder:
                         if values is not None:
                             return _delta(values), header.final, ""
             return self._decode_whole(data)
-        except (AttributeError, IndexError, TypeError, struct.error, UnicodeDecodeError, OverflowError) as exc:
+        except WireError:
+            raise
+        except (AttributeError, IndexError, TypeError, struct.error, ValueError, OverflowError) as exc:
             raise WireError(f"{len(data)} bytes that are not a ModelStreamInferResponse: {exc}") from exc
 
     def _look_up(self, data: bytes, at: int) -> None:
@@ -185,8 +188,10 @@ def _read_raws(data: bytes, at: int, outputs: Sequence[_Output], stops: bool = F
     return values if at == end else None
 
 
-def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | tuple:
-    """The elements of a number tensor, or the first element of a text tensor."""
+def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | bytes | tuple:
+    """The elements of a number tensor, the first element of a text tensor, or all bytes of a packed delta."""
+    if code == "s":
+        return data[at : at + size]
     if code:
         if size % width:
             raise WireError(f"{size} bytes are no numbers of {width}")
@@ -202,6 +207,8 @@ def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | tupl
 
 def _delta(values: list) -> TokenDelta:
     """The delta of one response, values in the order of ``_SLOTS``."""
+    if values[_PACKED]:
+        return packed_delta.unpack(values[_PACKED])
     text_output, ids, log_probs, top_ids, top_values, reason_text = values[: _REASON + 1]
     top = _top_log_probs(len(log_probs or ids), top_ids, top_values) if top_ids else ()
     if not reason_text:
@@ -212,7 +219,7 @@ def _delta(values: list) -> TokenDelta:
     if reason is None:
         allowed = ", ".join(_REASONS)
         raise WireError(f"finish_reason: must be one of {allowed} or empty, got {reason_text!r}")
-    stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last, stages = values[_REASON + 1 :]
+    stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last, stages = values[_REASON + 1 : _PACKED]
     usage = timings = None
     if inputs and outputs:
         if min(inputs[0], outputs[0], *cached[:1]) < 0:
@@ -244,8 +251,10 @@ def _read_output(data: bytes) -> _Output:
     slot = _SLOTS.get(name, -1)
     if slot < 0 or (datatype == "BYTES" and isinstance(_NOTHING[slot], str)):
         return _Output(slot, "", 4, None)
+    if slot == _PACKED and datatype == "UINT8":
+        return _Output(slot, "s", 0, None)
     kinds = ("FP32", "FP64") if name in _FRACTIONS else ("INT32", "INT64", "UINT32", "UINT64")
-    if datatype not in kinds or isinstance(_NOTHING[slot], str):
+    if datatype not in kinds or not isinstance(_NOTHING[slot], tuple):
         raise WireError(f"{name}: the server sends it as {datatype}, not as the ensemble's contract has it")
     form = struct.Struct("<" + STRUCT_CODES[datatype])
     return _Output(slot, STRUCT_CODES[datatype], form.size, form.unpack_from)

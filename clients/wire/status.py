@@ -8,7 +8,7 @@ from clients.wire import failures, protobuf
 
 _SERVICE = "/inference.GRPCInferenceService"
 # The models of our repository, for servers that restrict access to their index.
-KNOWN_MODELS = ("ensemble", "tokenizer", "engine", "detokenizer")
+KNOWN_MODELS = ("ensemble", "ensemble_packed", "tokenizer", "engine", "detokenizer", "detokenizer_packed")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from contract import failpoint, prometheus, step_model
+from contract import failpoint, packed_delta, prometheus, step_model
 from contract.errors import InvalidArgument
 from contract.step_model import StepModel
 
@@ -26,6 +26,7 @@ class ReplicaMetrics:
     running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use, 0 to 1.
     steps: iterations of the engine so far. engine: SHA-256 of its manifest. kind: cpu, llmapi or trtllm.
     adapters: names of its LoRA adapters. step: how long its steps take, if it was calibrated.
+    packed: it has the model ``ensemble_packed``.
     """
 
     running: int = 0
@@ -37,6 +38,7 @@ class ReplicaMetrics:
     kind: str = ""
     adapters: tuple[str, ...] = ()
     step: StepModel | None = None
+    packed: bool = False
 
 
 def read(text: str) -> ReplicaMetrics:
@@ -44,7 +46,8 @@ def read(text: str) -> ReplicaMetrics:
 
     Raises ValueError for text that is not Prometheus' format, and for values out of range.
     """
-    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS, step_model.METRIC))
+    names = (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS, step_model.METRIC, packed_delta.METRIC)
+    metrics = prometheus.parse(text, names)
     engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})
     lora = next((labels for labels, _ in metrics.matching(_ADAPTERS)), {})
     slots = failpoint.value("metrics.lie")
@@ -60,6 +63,7 @@ def read(text: str) -> ReplicaMetrics:
         kind=engine.get("kind", ""),
         adapters=tuple(filter(None, lora.get("running_lora_adapters", "").split(","))),
         step=_step(metrics, engine.get("manifest_sha256", "")),
+        packed=metrics.value(packed_delta.METRIC) == 1,
     )
 
 

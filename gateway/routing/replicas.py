@@ -28,12 +28,12 @@ from clients.replica_set.picks import RoutingRequest
 from clients.replica_set.replica import Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import encoder_call, infer_request
-from clients.wire.connection import TLS, Connection
+from clients.wire.connection import DEFAULT_MODEL, TLS, Connection
 from clients.wire.encoder_call import Rows
 from clients.wire.failures import RetryHint
 from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.wire.token_stream import SingleRoute, TokenStream
-from contract import encoder
+from contract import encoder, packed_delta
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams, Usage
 from contract.priority import HIGHEST, PARAMETER
@@ -616,7 +616,10 @@ class Route:
         self._request = dataclasses.replace(self._request, tried=self._request.tried | {replica.url})
         self.sent_to(replica)
         self.picked()
-        payload = self._payload or infer_request.generation(request, replicas.model, remaining_s, timings=True)
+        model = replicas.model
+        if model == DEFAULT_MODEL and request.stream and replica.metrics.packed:
+            model = packed_delta.MODEL
+        payload = self._payload or infer_request.generation(request, model, remaining_s, timings=True)
         metadata = replica.metadata(request.request_id, self._traceparent)
         data = replica.prioritised(payload, self.priority)
         return ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)

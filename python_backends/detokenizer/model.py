@@ -1,19 +1,23 @@
-"""The Triton model ``detokenizer``: one instance, requests in order, no Triton error once a stream runs.
+"""The Triton models ``detokenizer`` and ``detokenizer_packed``: one instance, requests in order, no Triton error once a
+stream runs.
 
-It also detects disconnected clients: Triton marks only the request of the *next* step as cancelled, which is this
-model's, so it checks the mark and cancels the stream at the engine (python_backends/ensemble/control.py).
+They also detects disconnected clients: Triton marks only the request of the *next* step as cancelled, which is
+theirs, so they check the mark and cancel the stream at the engine (python_backends/ensemble/control.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 
 from contract import manifest as manifests
-from contract import step_model
+from contract import packed_delta, step_model
 from contract.errors import EngineFailed, NotFound
+from contract.generation import Timings, TokenDelta, Usage
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_streams import InBandStreams
 from python_backends.detokenizer.request_id_streams import RequestIdStreams, RequestIdTable
@@ -25,10 +29,11 @@ from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, AdapterMe
 from python_backends.settings import Settings
 from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_family, response, row, texts
 
-# is_cancelled() is a call to the server process (11-22 µs), so it is made at most this often per stream. Together with
-# the engine's probes of silent streams this bounds the time to detect a disconnect.
-_CANCEL_CHECK_NS = 40_000_000
+# is_cancelled() is a call to the server process (11-22 µs), so it is made at most this often per stream, and less often
+# where many are open. Together with the engine's probes of silent streams this bounds the time to detect a disconnect.
+_CANCEL_CHECK_NS, _CANCEL_CHECK_PER_STREAM_NS, _CANCEL_CHECK_MAX_NS = 40_000_000, 2_500_000, 100_000_000
 _METRICS_PERIOD_NS = 100_000_000
+_INSTANTS = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 
 
 class TritonPythonModel:
@@ -66,29 +71,38 @@ class TritonPythonModel:
             PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
         )
         self._open_streams = self._metrics.gauge(
-            "trident_open_streams", "Streams that have started and not ended", model="detokenizer"
+            "trident_open_streams",
+            "Streams that have started and not ended",
+            model=args.get("model_name", "detokenizer"),
         )
         self._heartbeat = Heartbeat(settings.supervisor_socket)
 
-    def execute(self, requests: list[Request]) -> None:
+    def execute(self, requests: list[Request]) -> list[Any] | None:
         with self._heartbeat:
-            self._execute(requests)
+            for request in requests:
+                sender, answer = request.get_response_sender(), self._answer(request)
+                try:
+                    sender.send(answer, flags=FINAL)
+                except Exception as exc:  # such as no room in shared memory
+                    sender.send(self._failed(exc), flags=FINAL)
+        return None
 
-    def _execute(self, requests: list[Request]) -> None:
+    def _answer(self, request: Request) -> Any:
+        """Return the response to one increment of the engine, None if it adds nothing for the client."""
         received_ns = time.monotonic_ns()
-        for request in requests:
-            sender = request.get_response_sender()
-            try:
-                increment = self._engine.read(request, Inputs(request))
-                self._relay_cancel(request, increment.state)
-                text = self._decode(increment)
-                if text is None:
-                    sender.send(flags=FINAL)
-                else:
-                    sender.send(response(_outputs(increment.state, text, received_ns)), flags=FINAL)
-            except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
-                log_error(f"detokenizer failed: error={exc!r}")
-                sender.send(response(_outputs(None, failed_increment(_failure(exc)))), flags=FINAL)
+        try:
+            increment = self._engine.read(request, Inputs(request))
+            self._relay_cancel(request, increment.state)
+            text = self._decode(increment)
+            if text is None:
+                return None
+            return response(self._outputs(_delta(increment.state, text, received_ns), text.cum_log_prob))
+        except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
+            return self._failed(exc)
+
+    def _failed(self, exc: Exception) -> Any:
+        log_error(f"detokenizer failed: error={exc!r}")
+        return response(self._outputs(_delta(None, failed_increment(_failure(exc))), 0.0))
 
     def _decode(self, increment: TokenIncrement) -> TextIncrement | None:
         try:
@@ -105,7 +119,9 @@ class TritonPythonModel:
         now_ns = time.monotonic_ns()
         if state.event.last:
             self._checked_ns.pop(state.key, None)
-        elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS:
+            return
+        pause_ns = min(max(_CANCEL_CHECK_NS, len(self._streams) * _CANCEL_CHECK_PER_STREAM_NS), _CANCEL_CHECK_MAX_NS)
+        if now_ns - self._checked_ns.get(state.key, 0) >= pause_ns:
             self._checked_ns[state.key] = now_ns
             if request.is_cancelled() and not self._engine.cancel(state):
                 del self._checked_ns[state.key]  # check again with the next increment
@@ -124,37 +140,73 @@ class TritonPythonModel:
         self._heartbeat.close()
         self._engine.close()
 
+    @staticmethod
+    def _outputs(delta: TokenDelta, cum_log_prob: float) -> dict[str, np.ndarray]:
+        """Return the outputs of the ensemble's contract."""
+        outputs = {"text_output": texts(delta.text), "output_ids": row(delta.token_ids)}
+        if delta.log_probs:
+            outputs["output_log_probs"] = np.array([[delta.log_probs]], dtype=np.float32)
+            outputs["cum_log_probs"] = row([cum_log_prob], np.float32)
+        if delta.top_log_probs:
+            outputs["top_log_probs_ids"] = np.array([[[id for id, _ in at] for at in delta.top_log_probs]], np.int32)
+            outputs["top_log_probs"] = np.array(
+                [[[value for _, value in at] for at in delta.top_log_probs]], np.float32
+            )
+        if delta.finish_reason is None:
+            if delta.prompt_ids:
+                outputs["num_input_tokens"] = row([delta.prompt_ids])
+            return outputs
+        outputs["finish_reason"] = texts(delta.finish_reason.value)
+        outputs["num_output_tokens"] = row([delta.usage.output_tokens if delta.usage else 0])
+        if delta.stop_reason:
+            outputs["stop_reason"] = texts(delta.stop_reason)
+        if delta.error:
+            outputs["error_message"] = texts(delta.error)
+        if delta.usage is not None:
+            outputs["num_input_tokens"] = row([delta.usage.input_tokens])
+            outputs["num_cached_tokens"] = row([delta.usage.cached_tokens])
+        if delta.timings is not None:
+            instants = astuple(delta.timings)
+            outputs |= {name: row([value], np.int64) for name, value in zip(_INSTANTS, instants, strict=False)}
+            outputs["stage_time_ns"] = row(instants[len(_INSTANTS) :], np.int64)
+        return outputs
+
+
+class PackedModel(TritonPythonModel):
+    """The model ``detokenizer_packed``: one output, and a response to every increment, perhaps without any output."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        super().initialize(args)
+        self._metrics.gauge(packed_delta.METRIC, "1: the server has the model ensemble_packed")(1)
+        self._metrics.flush()
+
+    def execute(self, requests: list[Request]) -> list[Any]:
+        with self._heartbeat:
+            return [self._answer(request) or response({}) for request in requests]
+
+    @staticmethod
+    def _outputs(delta: TokenDelta, cum_log_prob: float) -> dict[str, np.ndarray]:
+        if delta.timings is not None and not delta.timings.first_token_ns:
+            delta.timings = None
+        return {packed_delta.OUTPUT: np.frombuffer(packed_delta.pack(delta), dtype=np.uint8)[None]}
+
 
 def _failure(exc: Exception) -> str:
     return f"the detokenizer failed: {exc!r}"
 
 
-def _outputs(state: StreamState | None, increment: TextIncrement, received_ns: int = 0) -> dict[str, np.ndarray]:
+def _delta(state: StreamState | None, increment: TextIncrement, received_ns: int = 0) -> TokenDelta:
     """received_ns: CLOCK_MONOTONIC, this model got the engine's response."""
-    outputs = {"text_output": texts(increment.text), "output_ids": row(increment.token_ids)}
-    if increment.log_probs:
-        outputs["output_log_probs"] = np.array([[increment.log_probs]], dtype=np.float32)
-        outputs["cum_log_probs"] = row([increment.cum_log_prob], np.float32)
-    if increment.top_log_probs:
-        outputs["top_log_probs_ids"] = np.array([[ids for ids, _ in increment.top_log_probs]], dtype=np.int32)
-        outputs["top_log_probs"] = np.array([[log_probs for _, log_probs in increment.top_log_probs]], dtype=np.float32)
+    top = tuple(tuple(zip(*position, strict=True)) for position in increment.top_log_probs)
+    ids, log_probs = tuple(increment.token_ids), tuple(increment.log_probs)
+    delta = TokenDelta(increment.text, ids, log_probs, increment.finish_reason, top_log_probs=top)
     if increment.finish_reason is None:
-        if increment.echoed_ids:
-            outputs["num_input_tokens"] = row([increment.echoed_ids])
-        return outputs
-    outputs["finish_reason"] = texts(increment.finish_reason.value)
-    outputs["num_output_tokens"] = row([increment.num_output_tokens])
-    if increment.stop_reason:
-        outputs["stop_reason"] = texts(increment.stop_reason)
-    if increment.error:
-        outputs["error_message"] = texts(increment.error)
+        delta.prompt_ids = increment.echoed_ids
+        return delta
+    delta.stop_reason, delta.error = increment.stop_reason, increment.error
     if state is not None:
-        outputs["num_input_tokens"] = row([state.num_input_tokens])
-        outputs["num_cached_tokens"] = row([state.num_cached_tokens])
+        delta.usage = Usage(state.num_input_tokens, increment.num_output_tokens, state.num_cached_tokens)
         if increment.timings and state.arrival_ns:
-            outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
-            outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
-            outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
-            outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
-            outputs["stage_time_ns"] = row([increment.tokenized_ns, received_ns, time.monotonic_ns()], np.int64)
-    return outputs
+            engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns
+            delta.timings = Timings(*engine, increment.tokenized_ns, received_ns, time.monotonic_ns())
+    return delta

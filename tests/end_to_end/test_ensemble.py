@@ -16,7 +16,11 @@ import tritonclient.grpc.aio as triton
 import tritonclient.http as http_triton
 from triton_requests import Answer, ask, metric, responses, take, tensor
 
+from clients import NO_RETRY, AsyncClient
+from clients.wire.request import build
 from contract import manifest as manifests
+from contract import packed_delta
+from contract.errors import InvalidArgument
 from python_backends.cpu_engine.pipeline import open_pipeline
 from tests.end_to_end.watching import PATIENCE_S, TRIES, ended, halted, idle, requests, until, until_idle
 
@@ -216,3 +220,43 @@ async def test_what_the_usual_clients_always_send_is_accepted(client):
 async def test_an_unknown_input_is_refused_by_name(client):
     answer = await ask(client, [tensor("text_input", "a"), tensor("colour", 1, "INT32")])
     assert "colour" in answer.error
+
+
+async def test_the_packed_ensemble_says_what_the_ensemble_says(replica):
+    """Texts, ids, log probabilities, reasons and counts, whatever increments they come in."""
+    requests_made = (
+        {"max_tokens": 40, "ignore_eos": True},
+        {"max_tokens": 24, "log_probs": True, "top_log_probs": 3},
+        {"max_tokens": 40, "stop": ("return",)},
+        {"max_tokens": 3, "echo": True, "ignore_eos": True},
+        {"max_tokens": 20, "temperature": 0.9, "seed": 7},
+    )
+    whole = []
+    for model in ("ensemble", packed_delta.MODEL):
+        async with AsyncClient(replica.grpc_url, model=model, retry=NO_RETRY) as client:
+            for arguments in requests_made:
+                request = build(PROMPT, **{"temperature": 0.0} | arguments)
+                deltas = [delta async for delta in client.open(request, timings=True)]
+                last, parts = deltas[-1], [(d.text, d.token_ids, d.log_probs, d.top_log_probs) for d in deltas]
+                texts, *numbers = zip(*parts, strict=True)
+                assert last.timings is not None and last.timings.detokenized_ns >= last.timings.last_token_ns
+                joined = ("".join(texts), *(sum(each, ()) for each in numbers))
+                # Not the cached tokens: they depend on what was asked before.
+                whole.append((*joined, last.finish_reason, last.stop_reason, last.usage.output_tokens))
+            with pytest.raises(InvalidArgument, match="max_tokens"):
+                [_ async for _ in client.open(build(PROMPT, max_tokens=10**6))]
+    count = len(requests_made)
+    assert whole[:count] == whole[count:]
+
+
+async def test_a_client_that_leaves_the_packed_ensemble_frees_the_engine(replica):
+    before = ended(await until_idle(replica), "cancelled")
+    with halted(replica):
+        async with AsyncClient(replica.grpc_url, model=packed_delta.MODEL, retry=NO_RETRY) as client:
+            stream = client.open(build(PROMPT, max_tokens=400, ignore_eos=True))
+            reading = asyncio.ensure_future(anext(aiter(stream)))
+            await until(replica, lambda page: requests(page, "active") == 1)
+            reading.cancel()
+            await stream.aclose()
+        await until(replica, lambda page: ended(page, "cancelled") == before + 1)
+    await until_idle(replica)

@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from contract import tensors
+from contract import packed_delta, tensors
 from contract.errors import TridentError, to_text
 from contract.generation import FinishReason
 
@@ -122,7 +122,9 @@ class FakeReplica:
         engine: str = "",
         adapters: tuple[str, ...] = (),
         kv_usage: float | None = None,
+        packed: bool = False,
     ) -> None:
+        self.packed = packed  # it has the model ensemble_packed too
         self.kv_usage = kv_usage
         self.adapters = adapters
         self.script = script
@@ -201,6 +203,8 @@ class FakeReplica:
         if self.adapters:
             names = f'running_lora_adapters="{",".join(self.adapters)}",waiting_lora_adapters=""'
             lines += [f'vllm:lora_requests_info{{max_lora="{len(self.adapters)}",{names}}} 1.8e9']
+        if self.packed:
+            lines += [f"{packed_delta.METRIC} 1"]
         if self.engine:
             lines += [f'trident_engine_info{{engine="fake",manifest_sha256="{self.engine}"}} 1']
         return "\n".join(lines) + "\n"
@@ -356,7 +360,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
             if seen.model == "engine" and seen.value("stop"):
                 self._replica.stop_request(seen.id)
                 yield final_only(seen.id, "engine")
-            elif seen.model != self._replica.model:
+            elif seen.model != self._replica.model and not (self._replica.packed and seen.model == packed_delta.MODEL):
                 yield refusal(f"Request for unknown model: '{seen.model}' is not found", seen.id)
             else:
                 asked = bool(seen.parameters.get("triton_enable_empty_final_response"))

@@ -19,6 +19,7 @@ _DTYPES = {
     "BOOL": np.bool_,
     "INT32": np.int32,
     "INT64": np.int64,
+    "UINT8": np.uint8,
     "UINT64": np.uint64,
     "FP32": np.float32,
     "BYTES": np.object_,

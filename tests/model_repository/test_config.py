@@ -9,12 +9,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
-from contract import tensors
+from contract import packed_delta, tensors
 from contract.encoder import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "model_repository"
 MODELS = ("ensemble", "tokenizer", "engine", "detokenizer")
+PACKED = ("ensemble_packed", "detokenizer_packed")
 PYTHON_MODELS = {
     "tokenizer": "python_backends.tokenizer.model",
     "engine": "python_backends.cpu_engine.model",
@@ -81,7 +82,7 @@ def test_every_configuration_is_whole_and_has_its_folders_name(path):
 
 
 def test_the_repository_holds_the_ensemble_and_its_steps_and_nothing_else():
-    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted([*MODELS, "encoder"])
+    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted([*MODELS, *PACKED, "encoder"])
 
 
 def test_an_encoder_is_batched_across_requests_with_a_bounded_queue_and_delay():
@@ -100,6 +101,31 @@ def test_the_ensembles_tensors_are_the_contracts_whatever_the_engine(kind):
     assert {entry.name for entry in ensemble.input if entry.optional} == {
         tensor.name for tensor in tensors.ENSEMBLE_INPUTS if tensor.optional
     }
+
+
+def test_the_packed_ensemble_differs_from_the_ensemble_in_its_outputs_alone():
+    plain, packed = config("ensemble"), config("ensemble_packed")
+    output = ModelConfig().output.add(name=packed_delta.OUTPUT, data_type="TYPE_UINT8", dims=[-1])
+    assert list(packed.output) == list(config("detokenizer_packed").output) == [output]
+    last = packed.ensemble_scheduling.step[-1]
+    assert last.model_name == "detokenizer_packed" and dict(last.output_map) == {
+        packed_delta.OUTPUT: packed_delta.OUTPUT
+    }
+    for one in (plain, packed):
+        step = one.ensemble_scheduling.step[-1]
+        step.output_map.clear()
+        one.ClearField("output")
+        step.model_name = one.name = ""
+    assert plain == packed
+
+
+def test_the_packed_detokenizer_answers_every_increment_in_order():
+    packed, plain = config("detokenizer_packed"), config("detokenizer")
+    assert packed.input == plain.input and packed.instance_group == plain.instance_group
+    assert not packed.model_transaction_policy.decoupled
+    assert not packed.HasField("dynamic_batching") and not packed.HasField("sequence_batching")
+    source = (REPOSITORY / "detokenizer_packed" / "1" / "model.py").read_text()
+    assert "from python_backends.detokenizer.model import PackedModel as TritonPythonModel" in source
 
 
 def test_the_engines_tensors_are_the_contracts():

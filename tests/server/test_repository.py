@@ -1,5 +1,6 @@
 """The pipeline, read from config files."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ def test_steps_are_in_order_with_their_stubs_and_streams():
 
 def test_the_model_repository_is_a_pipeline():
     pipeline = read_pipeline(ROOT / "model_repository", "demo")
-    assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer"]
-    assert [model.streams for model in pipeline.models] == [False, True, True]
-    assert pipeline.last.name == "detokenizer" and pipeline["engine"].stubs == 1
+    assert pipeline.names == ("ensemble", "ensemble_packed")
+    assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer", "detokenizer_packed"]
+    assert [model.streams for model in pipeline.models] == [False, True, True, True]
+    assert pipeline.last == ("detokenizer", "detokenizer_packed") and pipeline["engine"].stubs == 1
 
 
 def test_an_encoder_is_served_by_itself():
@@ -41,6 +43,15 @@ def test_a_named_config_replaces_the_default_one(tmp_path):
     (tmp_path / "engine" / "configs" / "h100.pbtxt").write_text(compiled)
     assert read_pipeline(tmp_path, "h100")["engine"] == Model("engine", stubs=0, streams=True)
     assert read_pipeline(tmp_path, "demo")["engine"] == Model("engine", stubs=1, streams=True)
+
+
+def test_around_an_engine_that_sends_bare_ids_there_is_no_packed_ensemble(tmp_path):
+    shutil.copytree(ROOT / "model_repository", tmp_path, dirs_exist_ok=True)
+    for model in ("ensemble", "detokenizer"):
+        (tmp_path / model / "configs").mkdir()
+        shutil.copy(ROOT / "build" / "trtllm" / f"{model}.pbtxt", tmp_path / model / "configs" / "h100.pbtxt")
+    assert read_pipeline(tmp_path, "h100").names == ("ensemble",)
+    assert read_pipeline(tmp_path, "demo").last == ("detokenizer", "detokenizer_packed")
 
 
 def test_a_missing_model_and_a_broken_config_are_named(tmp_path):

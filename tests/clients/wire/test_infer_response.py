@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from clients.wire import infer_request, infer_response, protobuf
-from contract import tensors
+from contract import packed_delta, tensors
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from tests.fakes.replica import Script, content, final_only, refusal
 
@@ -212,3 +212,18 @@ def test_fewer_tokens_than_none_are_no_usage(name: str) -> None:
     data = response({"text_output": ["a"], "finish_reason": ["stop"], **counts}, final=True)
     with pytest.raises(protobuf.WireError, match="usage"):
         infer_response.ResponseDecoder().decode(data)
+
+
+def test_a_packed_delta_is_read_whole_however_often_its_header_was_seen() -> None:
+    decoder = infer_response.ResponseDecoder()
+    running, last = TokenDelta("é" * 99, (1, 2)), TokenDelta("!", (3,), (-0.5,), FinishReason.STOP, "3", Usage(1, 2))
+    for delta in (running, running, last, TokenDelta()):
+        answer = service_pb2.ModelStreamInferResponse()
+        answer.infer_response.model_name = packed_delta.MODEL
+        raw = packed_delta.pack(delta)
+        answer.infer_response.outputs.add(name=packed_delta.OUTPUT, datatype="UINT8", shape=[1, len(raw)])
+        answer.infer_response.raw_output_contents.append(raw)
+        assert decoder.decode(answer.SerializeToString()) == (delta, False, "")
+    answer.infer_response.raw_output_contents[0] = b"\1\0\0\0" + raw[4:]
+    with pytest.raises(protobuf.WireError):
+        decoder.decode(answer.SerializeToString())

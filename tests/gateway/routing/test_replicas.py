@@ -239,3 +239,22 @@ async def test_a_calibrated_replica_has_a_pace_and_a_weight_before_its_first_req
             assert replicas.costs_of(found[plain.url]).prefill_weight == 0.1
             name = f'trident_gateway_replica_tokens_per_second{{pool="",replica="{known.url}"}}'
             assert (await running.metrics())[name] == pytest.approx(8 / 0.018)
+
+
+async def test_a_stream_takes_the_packed_ensemble_where_the_replica_says_that_it_has_it():
+    async with FakeReplica() as plain, FakeReplica(packed=True) as packed:
+        async with gateway(plain, packed) as running:
+            found = {replica.url: replica for replica in running.service.replicas.all()}
+            await until(lambda: found[packed.url].metrics.packed)
+            url = running.base_url + "/v1/completions"
+            async with aiohttp.ClientSession() as session:
+                while not (plain.seen and packed.seen):
+                    async with session.post(url, json=REQUEST | {"stream": True}) as answer:
+                        assert "[DONE]" in await answer.text()
+            assert {seen.model for seen in plain.seen} == {"ensemble"}
+            assert {seen.model for seen in packed.seen} == {"ensemble_packed"}
+            plain.seen.clear()
+            packed.seen.clear()
+            async with AsyncClient(running.grpc_url, retry=NO_RETRY) as client:
+                assert [delta async for delta in client.generate("x", max_tokens=2)]
+            assert [seen.model for seen in plain.seen + packed.seen] == ["ensemble"]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from contract import manifest, step_model
+from contract import manifest, packed_delta, step_model
+from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from python_backends.detokenizer import model as model_module
-from python_backends.detokenizer.model import TritonPythonModel
+from python_backends.detokenizer.model import PackedModel, TritonPythonModel
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
@@ -285,3 +286,36 @@ def test_a_calibrated_engine_exports_what_its_steps_take(triton, tiny_engine, mo
     finally:
         path.unlink()
     assert triton.metric_value(step_model.METRIC, term="step_s") == SOME.step_s
+
+
+def test_the_packed_model_says_all_in_one_output_and_always_responds(triton, engine, tiny_engine, encode, clock):
+    model = PackedModel()
+    model.initialize({"model_name": "detokenizer_packed"})
+    half, other_half = encode("é")
+    times = {"arrival_ns": 1, "first_scheduled_ns": 2, "first_token_ns": 3, "last_token_ns": 4, "num_input_tokens": 9}
+    options = StreamOptions(stream=True, timings=True).to_json()
+    clock.now_ns, state = 5, StreamState(EPOCH, 1, StreamEvent.RUNNING)
+    increments = [
+        TokenIncrement(state, encode("a"), [-0.5], [([1, 2], [-0.5, -1.0])], options=options),
+        TokenIncrement(state, [half], [-1.0]),
+        TokenIncrement(StreamState(EPOCH, 1, StreamEvent.LENGTH, **times), [other_half], [-2.0]),
+    ]
+    try:
+        requests = [triton.incoming({"stream_state": ("INT64", one.to_array())}) for one in increments]
+        first, nothing, last = model.execute(requests)
+        broken = triton.incoming({"stream_state": ("INT64", np.zeros((1, 3), dtype=np.int64))})
+        [failed] = model.execute([broken])
+    finally:
+        model.finalize()
+    assert triton.metric_value("trident_packed_ensemble") == 1
+
+    def delta(response):
+        [tensor] = response.output_tensors()
+        return packed_delta.unpack(tensor.as_numpy().tobytes())
+
+    assert delta(first) == TokenDelta("a", tuple(encode("a")), (-0.5,), top_log_probs=(((1, -0.5), (2, -1.0)),))
+    assert not nothing.output_tensors() and not nothing.has_error()
+    usage, timings = Usage(9, 3), Timings(1, 2, 3, 4, 0, 5, 5)
+    ids = (half, other_half)
+    assert delta(last) == TokenDelta("é", ids, (-1.0, -2.0), FinishReason.LENGTH, usage=usage, timings=timings)
+    assert delta(failed).finish_reason is FinishReason.ERROR and "the detokenizer failed" in delta(failed).error

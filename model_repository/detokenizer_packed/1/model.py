@@ -1,0 +1,1 @@
+from python_backends.detokenizer.model import PackedModel as TritonPythonModel  # noqa: F401
