@@ -168,7 +168,7 @@ class Change(BaseModel):
     model_config = _TABLE
     at_s: _Seconds
     release: str
-    action: Literal["start", "shift", "rollback"]
+    action: Literal["start", "shift", "rollback", "finish"]
     set: Mapping[str, Any] = {}
 
 

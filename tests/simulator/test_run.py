@@ -122,6 +122,23 @@ def test_a_release_whose_candidate_is_slow_is_rolled_back(tmp_path):
     assert [one["state"] for one in result.releases] == ["rolled back"] and not result.violations
 
 
+def test_a_release_that_is_finished_has_all_requests(tmp_path):
+    (tmp_path / "gateway.toml").write_text(RELEASE)
+    steps = [("shift", {"to": 100.0}), ("finish", {})]
+    changes = [
+        {"at_s": 3.0 + number, "release": "next", "action": action, "set": fields}
+        for number, (action, fields) in enumerate(steps)
+    ]
+    people = {"chat": {**CHAT, "output": "40"}}
+    result = simulated(
+        folder=tmp_path, pools={"main": POOL, "new": POOL}, gateway={"policy": "gateway.toml"}, changes=changes,
+        personas=people, duration_s=20.0,
+    )  # fmt: skip
+    late = [sample for sample in result.samples if sample.at_s > 10]
+    assert not result.violations and not result.releases and all(record.ok for record in result.everyone)
+    assert not any(one.running for one in late if one.pool == "main") and any(one.running for one in late)
+
+
 def test_a_trace_is_replayed(tmp_path):
     rows = [{"at_s": 1.0, "input_tokens": 50, "output_tokens": 5}, {"at_s": 2.5, "input_tokens": 9, "output_tokens": 7}]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
