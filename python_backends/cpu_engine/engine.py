@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
@@ -54,7 +54,7 @@ class Engine:
         sender_threads: int,
         max_coalesce_ns: int,
         prefix_reuse: bool,
-        count_close_wait: Callable[[], int] = lambda: 0,
+        half_closed: Callable[[], Collection[str]] = frozenset,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """
@@ -62,7 +62,7 @@ class Engine:
         max_waiting: requests that may wait for a slot.
         max_coalesce_ns: longest time that tokens wait for each other, see CoalescingWindow.
         prefix_reuse: the worker keeps a prefix cache.
-        count_close_wait: see HttpDisconnects.
+        half_closed: see HttpDisconnects.
         """
         self._limits = limits
         self._metrics = metrics
@@ -87,7 +87,7 @@ class Engine:
             self._window,
             self._senders,
             metrics,
-            HttpDisconnects(count_close_wait),
+            HttpDisconnects(half_closed),
             end=self._end,
             load=self._load,
             clock_ns=clock_ns,

@@ -16,27 +16,28 @@ from pathlib import Path
 
 _CHECK_EVERY_NS = 1_000_000_000
 _CLOSE_WAIT = "08"  # TCP_CLOSE_WAIT of the kernel's tcp_states.h
+_TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _MAX_LIVE = 64  # with more it is improbable that all have disconnected, and reading the tables takes long
 
 
-def count_close_wait(port: int, tables: Collection[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> int:
-    """Return how many connections to the local ``port`` the client has closed and the server has not."""
-    row = re.compile(rf":{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_CLOSE_WAIT} ")
-    count = 0
+def half_closed(port: int, tables: Collection[Path] = _TABLES) -> frozenset[str]:
+    """Return the connections to the local ``port`` that clients have closed and the server has not, by address."""
+    row = re.compile(rf":{port:04X} ([0-9A-F]+:[0-9A-F]{{4}}) {_CLOSE_WAIT} ")
+    found: set[str] = set()
     for table in tables:
         with contextlib.suppress(OSError):  # no IPv6, or no /proc
-            count += len(row.findall(table.read_text()))
-    return count
+            found.update(row.findall(table.read_text()))
+    return frozenset(found)
 
 
 class HttpDisconnects:
     """Compare the half-closed connections with the live requests, once a second."""
 
-    def __init__(self, count_close_wait: Callable[[], int]) -> None:
-        """count_close_wait: return the number of connections in CLOSE_WAIT."""
-        self._count = count_close_wait
+    def __init__(self, half_closed: Callable[[], Collection[str]]) -> None:
+        """half_closed: return the connections in CLOSE_WAIT."""
+        self._half_closed = half_closed
         self._checked_ns = 0
-        self._suspects: frozenset[int] = frozenset()
+        self._suspects: tuple[frozenset[int], frozenset[str]] = frozenset(), frozenset()
 
     def due(self, now_ns: int) -> bool:
         """Whether a second has passed since the last check."""
@@ -45,14 +46,14 @@ class HttpDisconnects:
     def check(self, live: frozenset[int], now_ns: int) -> frozenset[int]:
         """Return the keys of the live requests whose clients have disconnected: all or none.
 
-        They have if at two checks in a row, a second apart, the same requests were live and as many connections were
-        half closed.
+        They have if at two checks in a row, a second apart, the same requests were live and the same connections, as
+        many, were half closed. A connection of a health check is so for a moment, also twice in a row.
 
         live: keys of the requests in the engine that answer once.
         now_ns: any monotonic clock.
         """
         self._checked_ns = now_ns
-        before, self._suspects = self._suspects, frozenset()
-        if 0 < len(live) <= _MAX_LIVE and self._count() == len(live):
-            self._suspects = live
-        return live if live == before == self._suspects else frozenset()
+        before, self._suspects = self._suspects, (frozenset(), frozenset())
+        if 0 < len(live) <= _MAX_LIVE and len(closed := frozenset(self._half_closed())) == len(live):
+            self._suspects = live, closed
+        return live if self._suspects[0] and before == self._suspects else frozenset()

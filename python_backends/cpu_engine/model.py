@@ -133,7 +133,7 @@ class TritonPythonModel:
             sender_threads=settings.sender_threads,
             max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
-            count_close_wait=partial(http_disconnects.count_close_wait, settings.http_port),
+            half_closed=partial(http_disconnects.half_closed, settings.http_port),
         )
         if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()

@@ -33,7 +33,7 @@ class Recorder:
 class Setting:
     def __init__(self):
         self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
-        self.scheduler, self.now_ns, self.closed = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12, 0
+        self.scheduler, self.now_ns, self.closed = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12, ()
         self.ticker = Ticker(
             threading.RLock(),
             self.streams,
@@ -110,7 +110,7 @@ def test_a_silent_stream_is_probed(setting):
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_closed_http_connections_end_requests_that_answer_once_and_no_stream(setting, streaming):
-    one, setting.closed = setting.add(streaming=streaming), 1
+    one, setting.closed = setting.add(streaming=streaming), ["client"]
     for _ in range(5):
         setting.now_ns += 10**9
         shown = len(setting.recorder.loads)
