@@ -16,7 +16,7 @@ from evals.task import Task
 
 KEPT_CHARACTERS = 4000
 GIVE_UP_AFTER = 8  # failures one after the other: the endpoint is gone
-_SCORES: Mapping[str, Callable[..., float]] = {
+SCORES: Mapping[str, Callable[..., float]] = {
     "schema": checks.schema,
     "tools": checks.tools,
     "instructions": checks.instructions,
@@ -72,7 +72,8 @@ def run(endpoint: Endpoint, task: Task, limit: int | None) -> Iterator[Case]:
 
 
 def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
-    request = {"messages": [{"role": "user", "content": case["prompt"]}], **task.settings.get("request", {})}
+    turns = case.get("messages") or [{"role": "user", "content": case["prompt"]}]
+    request = {"messages": turns, **task.settings.get("request", {})}
     if task.kind == "schema":
         request["response_format"] = {
             "type": "json_schema",
@@ -91,7 +92,7 @@ def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
     output = "\n".join([text, *(f"{name}({arguments})" for name, arguments in called)]).strip()
     return Case(
         id=case["id"],
-        score=_SCORES[task.kind](case, text, called),
+        score=SCORES[task.kind](case, text, called),
         output=output[:KEPT_CHARACTERS],
         refused=checks.refused(text, choice.finish_reason),
         tokens=found.usage.completion_tokens if found.usage else None,

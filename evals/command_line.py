@@ -19,7 +19,7 @@ from benchmarks.peer_servers import gateway
 from benchmarks.server_process import ENGINES
 from contract import interpreter
 from contract.errors import InvalidArgument, TridentError, Unavailable
-from evals import chat_run, lm_eval_run, results, task
+from evals import chat_run, curate, lm_eval_run, results, task
 from evals.chat_run import Endpoint
 from evals.results import Results, Target, TaskResult
 
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     two.set_defaults(run=compare)
     two.add_argument("baseline", type=Path)
     two.add_argument("candidate", type=Path)
+    curate.add(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
