@@ -1,4 +1,5 @@
-"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``, ``prompt``: its files."""
+"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``, ``key``, ``prompt``: its
+files."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import prompt_commands, release_commands, sample_commands
+from gateway import key_commands, prompt_commands, release_commands, sample_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 
@@ -42,6 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
     check.set_defaults(run=check_all)
     release_commands.add(commands)
+    key_commands.add(commands)
     prompt_commands.add(commands)
     sample_commands.add(commands)
     return parser.parse_args(arguments)

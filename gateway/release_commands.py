@@ -76,7 +76,7 @@ def change(arguments: argparse.Namespace) -> None:
     path = _file(arguments)
     if arguments.gateway or path is None:
         for url in arguments.gateway or [_own_url()]:
-            _call(url, f"/admin/releases/{arguments.name}", {"action": arguments.action, **fields})
+            call(url, f"/admin/releases/{arguments.name}", {"action": arguments.action, **fields})
             print(f"release {arguments.name}: {arguments.action} taken by {url}")
         return
 
@@ -101,7 +101,7 @@ def status(arguments: argparse.Namespace) -> None:
     answers = {}
     for url in arguments.gateway or [_own_url()]:
         try:
-            answers[url] = _call(url, "/admin/releases")
+            answers[url] = call(url, "/admin/releases")
         except Unavailable as error:
             print(f"warning: {error}", file=sys.stderr)
     if not answers:
@@ -147,7 +147,7 @@ def _own_url() -> str:
     return f"{scheme}://{banner.reachable(settings.host, settings.http_port)}"
 
 
-def _call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
+def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
     """Return a gateway's answer. Raises: Unavailable if there is none, InvalidArgument for its refusal."""
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument("--gateway", f"must be the URL of a gateway's HTTP port, got {url!r}")

@@ -89,7 +89,6 @@ class Service:
         rng: random.Random | None = None,
     ) -> None:
         self.settings, self.configuration = settings, configuration
-        self.authentication = Authentication(settings, configuration, keys)
         self.metrics = Metrics()
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.watchdog = Watchdog(settings.shortest_timeout_s, self.metrics.lag.observe)
@@ -106,6 +105,7 @@ class Service:
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.shared_state = SharedState(settings.redis) if settings.redis else None
+        self.authentication = Authentication(settings, configuration, keys, self.shared_state)
         if self.shared_state is not None:
             self._concurrency = GatewayCaps(self._concurrency, self.shared_state)
         self.admission = FairAdmission(
@@ -150,6 +150,8 @@ class Service:
         self.overflow.start()
         self.apply()
         self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
+        self.configuration.noted = self._reloaded
+        await self.authentication.start()
         self.metrics.registry.register(self.state_metrics)
         if self.link is not None:
             self.link.reported = self.replicas.reported
@@ -191,6 +193,14 @@ class Service:
         self.samples.change(policy.samples, self.configuration.keyless, self.configuration.sampled())
         self._release()
 
+    def _reloaded(self, problem: str, sections: Sequence[str]) -> None:
+        if self.link is None or self.link.number == 0:  # all workers read the file
+            self._audit("reload", str(self.configuration.path), problem or "ok", after={"sections": sections})
+
+    def _audit(self, action: str, target: str, result: str, **more: Any) -> None:
+        written = self.authentication.audit.write("this gateway", "operator", action, target, result, **more)
+        self._tasks.append(asyncio.create_task(written))
+
     def _release(self) -> None:
         """Divide and copy requests as the releases stand."""
         releases, shadow = self.releases.current, self.configuration.policy.shadow
@@ -220,6 +230,7 @@ class Service:
         """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""
         self._release()
         self.tell_workers("rolled_back", name, reason)
+        self._audit("release.rollback", name, "ok", reason=reason)
         self._tasks.append(asyncio.create_task(self._write_rollback(name, reason)))
 
     async def _write_rollback(self, name: str, reason: str) -> None:

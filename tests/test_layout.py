@@ -164,6 +164,7 @@ GATEWAY_LAYERS = (
     ("openapi", "banner"),
     ("app",),
     ("prompt_commands", "release_commands", "sample_commands", "sighup", "worker_metrics"),
+    ("key_commands",),
     ("command_line", "workers"),
     ("__main__",),
 )

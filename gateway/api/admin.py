@@ -13,12 +13,23 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, TridentError
+from clients.wire.connection import new_request_id
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    TridentError,
+    Unauthenticated,
+)
 from gateway.admission.body_budget import BodyBudget
-from gateway.api import error_responses, request_body, schemas
+from gateway.api import error_responses, keys, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge
+from gateway.config.settings import variable
 from gateway.identity.principal import Principal
+from gateway.identity.stored_keys import StoredKeys
 from gateway.routing.registrations import Registration
 from gateway.service import Service
 
@@ -26,6 +37,7 @@ MAX_BODY_BYTES = 64 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,199}")
 Body = TypeVar("Body")
 Handle = Callable[[Request], Awaitable[Any]]
+Handling = Callable[[Request, Principal], Awaitable[Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -49,7 +61,33 @@ def routes(service: Service) -> list[Route]:
             principal.check_operator()
             return await handle(request)
 
-        return AdminRoute(service, f"/admin/{path}", guarded(service, for_operators), [method])
+        return shared(path, method, for_operators)
+
+    def shared(path: str, method: str, handle: Handling) -> Route:
+        return AdminRoute(service, f"/admin/{path}", guarded(service, handle), [method])
+
+    def stored() -> StoredKeys:
+        if service.authentication.stored is None:
+            raise NotFound(f"this gateway keeps no keys: {variable('key_store')} is not set")
+        return service.authentication.stored
+
+    async def key_list(request: Request, principal: Principal) -> Any:
+        return {"keys": await keys.listed(stored(), principal)}
+
+    async def create_key(request: Request, principal: Principal) -> Any:
+        new = await body(service, request, keys.NewKey)
+        note(request, "key.create", new.name)
+        made = await keys.create(stored(), principal, new)
+        note(request, "key.create", new.name, after={name: made[name] for name in ("id", "role", "expires")})
+        return made
+
+    async def change_key(request: Request, principal: Principal) -> Any:
+        target, change = request.path_params["target"], await body(service, request, keys.KeyChange)
+        note(request, f"key.{change.action}", target[:200])
+        made = await keys.change(stored(), principal, target, change)
+        ids = [key["id"] for key in made.get("keys", [made])]
+        note(request, f"key.{change.action}", target, after={"ids": ids, "expires": made.get("expires")})
+        return made
 
     registrations = service.replicas.registrations
 
@@ -59,12 +97,15 @@ def routes(service: Service) -> list[Route]:
         if registration.pool not in pools:
             known = ", ".join(pool or "''" for pool in pools)
             raise InvalidArgument("pool", f"must be one of {known}, got {registration.pool!r}")
+        if name not in {entry["name"] for entry in registrations.entries()}:  # not each beat
+            note(request, "replica.register", name, after={"address": registration.address, "pool": registration.pool})
         registrations.put(name, registration)
         service.tell_workers("register", name, registration)
         return {"name": name, "lease_s": registration.lease_s}
 
     async def withdraw(request: Request) -> Any:
         name = _name(request)
+        note(request, "replica.withdraw", name)
         service.tell_workers("withdraw", name)
         return {"withdrawn": registrations.withdraw(name)}
 
@@ -76,9 +117,16 @@ def routes(service: Service) -> list[Route]:
         return {"releases": service.releases.status(), "problem": service.configuration.problem}
 
     async def change_release(request: Request) -> Any:
-        change = await body(service, request, dict)
-        await service.change_release(_name(request), str(change.pop("action", "")), change)
+        name, change = _name(request), await body(service, request, dict)
+        action = str(change.pop("action", ""))
+        note(request, f"release.{action:.20}", name, before=standing(name))
+        await service.change_release(name, action, change)
+        note(request, f"release.{action}", name, after=standing(name))
         return await releases(request)
+
+    def standing(name: str) -> dict[str, Any]:
+        found = [one for one in service.releases.status() if one["name"] == name]
+        return {field: one[field] for one in found for field in ("candidate", "state", "weight") if field in one}
 
     console = Console(service)
 
@@ -97,6 +145,9 @@ def routes(service: Service) -> list[Route]:
         route("replicas/{name}", "PUT", register),
         route("replicas/{name}", "DELETE", withdraw),
         route("replicas", "GET", registered),
+        shared("keys", "GET", key_list),
+        shared("keys", "POST", create_key),
+        shared("keys/{target:path}", "POST", change_key),
     ]
 
 
@@ -117,17 +168,37 @@ async def body(service: Service, request: Request, kind: type[Body]) -> Body:
     return found
 
 
-def guarded(service: Service, handle: Callable[[Request, Principal], Awaitable[Any]]) -> Endpoint:
-    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error."""
+def note(request: Request, action: str, target: str, **more: Any) -> None:
+    """Say what the audit log tells of a request. more: before, after."""
+    request.state.audit.update(action=action, target=target, **more)
+
+
+def guarded(service: Service, handle: Handling) -> Endpoint:
+    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error.
+
+    What ``handle`` notes, and every refusal of a caller, is written to the audit log.
+    """
 
     async def endpoint(request: Request) -> Response:
+        who, result, refused = Principal("caller", ""), "ok", False
+        noted: dict[str, Any] = {}
+        request.state.audit = noted
         try:
-            fields = await handle(request, await service.authentication.principal(request.headers))
+            who = await service.authentication.principal(request.headers)
+            fields = await handle(request, who)
+            response = fields if isinstance(fields, Response) else None
+            response = response or Response(orjson.dumps(fields), media_type="application/json")
         except TridentError as error:
-            return error_responses.response(*error_responses.http(error))
-        if isinstance(fields, Response):
-            return fields
-        return Response(orjson.dumps(fields), media_type="application/json")
+            refused, result = isinstance(error, Unauthenticated | PermissionDenied), f"{type(error).__name__}: {error}"
+            response = error_responses.response(*error_responses.http(error))
+        if noted or refused:
+            usual = {"action": f"{request.method} {request.url.path}"[:200], "target": ""}
+            request_id = request.headers.get("x-request-id", "")[:128] or new_request_id()
+            role = who.role if who.name else "none"
+            await service.authentication.audit.write(
+                who.name, role, result=result, request_id=request_id, **(usual | noted)
+            )
+        return response
 
     return endpoint
 

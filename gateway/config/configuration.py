@@ -80,7 +80,8 @@ class Configuration:
 
     A reading that fails changes nothing: the last good one stays, the reason is logged once and stands in ``problem``.
     The first one raises it. ``changed`` is called after every good reading but the first, ``prepare`` before it takes
-    effect, in another thread, with its rules; it may raise InvalidArgument.
+    effect, in another thread, with its rules; it may raise InvalidArgument. ``noted`` is called with the problem of a
+    reading, or with "" and the sections that changed.
     """
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
@@ -89,6 +90,7 @@ class Configuration:
         self._reading = read(path, environ, pools)
         self.changed: Callable[[], None] = lambda: None
         self.prepare: Callable[[Policy], None] = lambda policy: None
+        self.noted: Callable[[str, list[str]], None] = lambda problem, sections: None
         self.problem = ""
         self.stored_keys = False  # whether there are keys that the file does not have
         self._reloading = asyncio.Lock()
@@ -168,12 +170,15 @@ class Configuration:
             except InvalidArgument as exc:
                 if str(exc) != self.problem:
                     _LOG.error("the configuration stays as it was: %s", exc)
+                    self.noted(str(exc), [])
                 self.problem = str(exc)
                 return
             self._take(reading)
 
     def _take(self, reading: Reading) -> None:
-        old, self._reading, self.problem = self.policy, reading, ""
+        keys, old, self._reading, self.problem = self._reading.keys, self.policy, reading, ""
+        changed = [name for name in policy.SECTIONS if getattr(old, name) != getattr(reading.policy, name)]
+        self.noted("", changed + (["orgs"] if keys.file != reading.keys.file else []))
         for section in ("budgets", "reuse"):
             if getattr(old, section) != getattr(reading.policy, section):
                 _LOG.warning("%s: [%s] changed and holds from the next start on", self._path, section)

@@ -281,6 +281,14 @@ class Settings(EnvironmentSettings):
         description="file with the token of `/admin/` (docs/fleet.md): for operators, and replicas that register; "
         "unset: no such endpoints",
     )
+    key_store: Annotated[str, Allowed("a path, or redis")] = Field(
+        "",
+        description="keys that are made by `python -m gateway key` and at /admin/keys (docs/identity.md): a SQLite "
+        "file, or `redis` for that of REDIS, which gateways share; unset: none but those of CONFIG and API_KEYS",
+    )
+    audit_log: AbsolutePath | None = Field(
+        None, description="file to which what operators and tenant admins do is appended; unset: the log alone has it"
+    )
     tls_cert: PemFile = Field(None, description="certificate; set it and TLS_KEY to serve over TLS (docs/tls.md)")
     tls_key: PemFile = Field(None, description="private key of TLS_CERT")
     tls_client_ca: PemFile = Field(None, description="authority whose certificates clients must present")
@@ -304,6 +312,9 @@ class Settings(EnvironmentSettings):
         if self.max_bodies_bytes is not None and self.max_bodies_bytes < least_bytes:
             problem = f"must be at least twice {variable('max_body_bytes')}: {least_bytes}, got {self.max_bodies_bytes}"
             raise InvalidArgument(variable("max_bodies_bytes"), problem)
+        if self.key_store and (self.key_store == "redis") != bool(self.redis):
+            problem = f"must be redis where {variable('redis')} is set, which gateways share, and else a path"
+            raise InvalidArgument(variable("key_store"), f"{problem}, got {self.key_store!r}")
         self.admin_token  # noqa: B018 - is read to be checked
         for where in self.pools.values():
             try:

@@ -162,7 +162,7 @@ class _File:
     """The file's TOML table; errors name the place in it."""
 
     path: str
-    table: Mapping
+    table: Mapping = field(compare=False)  # two that differ elsewhere have the same tenants
     orgs: Mapping = field(init=False)
 
     def __post_init__(self) -> None:

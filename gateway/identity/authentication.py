@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
+from pathlib import Path
 
-from contract.errors import PermissionDenied
+from contract.errors import PermissionDenied, Unauthenticated, Unavailable
+from gateway.admission.shared_state import SharedState
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
+from gateway.identity.audit import Audit
+from gateway.identity.key_store import FileDocuments, RedisDocuments
 from gateway.identity.principal import Principal, of_tenant
 from gateway.identity.secret_file import SecretFile
+from gateway.identity.stored_keys import StoredKeys
 from gateway.identity.tokens import Tokens
 
 
@@ -21,27 +26,41 @@ class Authentication:
     keys: finds the tenant of an API key; the configuration by default.
     """
 
-    def __init__(self, settings: Settings, configuration: Configuration, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        configuration: Configuration,
+        keys: Keys | None = None,
+        shared_state: SharedState | None = None,
+    ) -> None:
         self._configuration, self._keys = configuration, keys or configuration
         self._admin_token = SecretFile(lambda: settings.admin_token) if settings.admin_token_file else None
         self._tokens = Tokens(configuration.member)
+        self.audit = Audit(settings.audit_log)
+        self.stored = stored_keys(settings, configuration, shared_state)
+        configuration.stored_keys = self.stored is not None
+
+    async def start(self) -> None:
+        if self.stored is not None:
+            await self.stored.start()
 
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         self._tokens.change(self._configuration.policy.identity)
+        if self.stored is not None:
+            self.stored.principals.clear()
 
     async def close(self) -> None:
         await self._tokens.close()
+        if self.stored is not None:
+            await self.stored.close()
 
     async def tenant(self, headers: Mapping[str, str]) -> Tenant:
         """Return the tenant of a request with these headers, keys in lower case.
 
         Raises: Unauthenticated, PermissionDenied for who has a role and no team, Unavailable.
         """
-        bearer = bearer_token(headers.get("authorization", ""))
-        if not self._tokens.takes(bearer):
-            return self._keys.tenant(bearer)
-        found = await self._tokens.principal(bearer)
+        found = await self._caller(bearer_token(headers.get("authorization", "")))
         if found.tenant is None:
             raise PermissionDenied("this token belongs to no team that may use this gateway")
         return found.tenant
@@ -51,15 +70,25 @@ class Authentication:
         bearer = bearer_token(headers.get("authorization", ""))
         if self._admin_token is not None and hmac.compare_digest(bearer.encode(), self._admin_token.secret):
             return Principal("operator", "operators' token")
+        return await self._caller(bearer)
+
+    async def _caller(self, bearer: str) -> Principal:
         if self._tokens.takes(bearer):
             return await self._tokens.principal(bearer)
-        return of_tenant(self._keys.tenant(bearer))
+        found = self.stored.find(bearer) if self.stored is not None else None
+        try:
+            return found or of_tenant(self._keys.tenant(bearer))
+        except Unauthenticated:
+            if bearer and self.stored is not None and not self.stored.read:
+                raise Unavailable("the API keys cannot be read now", 1.0) from None
+            raise
 
     def named(self, tenant: str, key: str) -> Tenant | None:
         """Return a tenant as its key sees it now; see Keys."""
         issuer, is_token, _ = key.rpartition("/")[2].partition(":")
         if not is_token:
-            return self._keys.named(tenant, key)
+            stored = self.stored.named(key) if self.stored is not None and key.startswith(f"{tenant}/") else None
+            return stored or self._keys.named(tenant, key)
         org, _, team = tenant.partition("/")
         known = issuer in self._configuration.policy.identity.issuers and key.startswith(f"{tenant}/")
         return self._configuration.member(org, team, key.removeprefix(f"{tenant}/")) if known else None
@@ -68,6 +97,17 @@ class Authentication:
     def administered(self) -> bool:
         """Whether anybody can be an operator or a tenant admin."""
         return self._admin_token is not None or self._configuration.has_roles
+
+
+def stored_keys(
+    settings: Settings, configuration: Configuration, shared_state: SharedState | None
+) -> StoredKeys | None:
+    """Return the keys that are kept where a setting says; None if it is not set. Raises: InvalidArgument."""
+    if not settings.key_store:
+        return None
+    if shared_state is not None:
+        return StoredKeys(RedisDocuments(shared_state), configuration.member)
+    return StoredKeys(FileDocuments(Path(settings.key_store).expanduser()), configuration.member)
 
 
 def bearer_token(header: str) -> str:

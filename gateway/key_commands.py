@@ -1,0 +1,101 @@
+"""``python -m gateway key ACTION``: in the store of keys itself, or through a gateway."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import json
+import os
+import time
+from typing import Any
+
+from contract.errors import InvalidArgument
+from gateway.admission.shared_state import SharedState
+from gateway.api import keys
+from gateway.api.schemas import validated
+from gateway.config import pools
+from gateway.config.configuration import Configuration
+from gateway.config.settings import Settings, variable
+from gateway.identity.audit import Audit
+from gateway.identity.authentication import stored_keys
+from gateway.identity.principal import Principal
+from gateway.release_commands import call
+
+
+def add(commands: Any) -> None:
+    """Add the command and its actions to a parser's subcommands."""
+    key = commands.add_parser("key", help="create, list, rotate or revoke API keys (docs/identity.md)")
+    actions = key.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for action, summary in (
+        ("create", "make a key, which is printed once"),
+        ("list", "show all keys, without the keys themselves"),
+        ("rotate", "make another key of a name; the ones before hold for the overlap"),
+        ("revoke", "end a key, by its id, or all of a name, at once"),
+    ):
+        parser = actions.add_parser(action, help=summary, description=summary)
+        parser.set_defaults(run=run, action=action)
+        parser.add_argument("--gateway", metavar="URL", help=f"ask this gateway; else {variable('key_store')} is used")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        if action != "list":
+            parser.add_argument("name", help="ORG/TEAM/KEY" + (", or an id" if action == "revoke" else ""))
+        if action in ("create", "rotate"):
+            parser.add_argument("--expires-in-s", type=float, metavar="SECONDS", help="after which the key ends")
+        if action == "create":
+            parser.add_argument("--role", choices=("caller", "team_admin", "org_admin", "operator"), default="caller")
+        if action == "rotate":
+            parser.add_argument("--overlap-s", type=float, metavar="SECONDS", default=3600.0, help="3600 by default")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Do what a command says and print it. Raises: TridentError."""
+    given = {name: getattr(arguments, name, None) for name in ("role", "expires_in_s", "overlap_s")}
+    fields: dict[str, Any] | None = {name: value for name, value in given.items() if value is not None}
+    path = "/admin/keys"
+    if arguments.action == "create":
+        fields = {"name": arguments.name, **(fields or {})}
+    elif arguments.action == "list":
+        fields = None
+    else:
+        path, fields = f"{path}/{arguments.name}", {"action": arguments.action, **(fields or {})}
+    if arguments.gateway:
+        answer = call(arguments.gateway, path, fields)
+    else:
+        answer = asyncio.run(_in_store(arguments, fields))
+    if arguments.json:
+        print(json.dumps(answer, indent=2))
+        return
+    for row in answer.get("keys", [answer]):
+        times = [f"{name} {_shown(row[name])}" for name in ("created", "expires", "last_used") if row[name] is not None]
+        print(f"{row['id']}  {row['state']:<8} {row['role']:<10} {row['name']}  {', '.join(times)}")
+    if "key" in answer:
+        print(f"key    {answer['key']}\nIt is not shown again.")
+
+
+async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None) -> Any:
+    """Do what an endpoint would do, as an operator."""
+    settings = Settings.from_environment(os.environ)
+    configuration = Configuration(settings.config, os.environ, pools.of(settings))
+    state = SharedState(settings.redis) if settings.redis else None
+    stored = stored_keys(settings, configuration, state)
+    if stored is None:
+        raise InvalidArgument(variable("key_store"), "must be set, or --gateway be given")
+    who = Principal("operator", f"command line of {getpass.getuser()}")
+    try:
+        if fields is None:
+            return {"keys": await keys.listed(stored, who)}
+        data = json.dumps(fields).encode()
+        if arguments.action == "create":
+            answer = await keys.create(stored, who, validated(keys.NewKey, data))
+        else:
+            answer = await keys.change(stored, who, arguments.name, validated(keys.KeyChange, data))
+        await Audit(settings.audit_log).write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok")
+        return answer
+    finally:
+        await stored.close()
+        if state is not None:
+            await state.close()
+
+
+def _shown(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
