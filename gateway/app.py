@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import TridentError
 from gateway import openapi
-from gateway.api import admin, error_responses, monitoring, samples
+from gateway.api import admin, error_responses, monitoring, samples, usage
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
 from gateway.api.encoder_http import EncoderEndpoint
@@ -112,6 +112,7 @@ def build(service: Service) -> ASGIApp:
             *monitoring.health_routes(service, public=True),
             *admin.routes(service),
             *samples.routes(service),
+            *usage.routes(service),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),
         ],

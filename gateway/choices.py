@@ -59,12 +59,14 @@ class Choices:
         """prompt_tokens: learns from the engine's token counts. began_s: arrival. span: of the request."""
         self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
         self._tenant, self._model, self._span = context.tenant.name, context.model, span
+        self._usages: list[Usage | None] = [None] * len(permit.requests)  # of those that have ended
+        self._micros = 0
         self.headers: dict[str, str] = permit.headers
         self._live = len(permit.requests)
         self.generations: list[Generation] = []
         for index, (request, turn) in enumerate(zip(permit.requests, permit.turns, strict=True)):
-            count, on_end = permit.counts[index], partial(self._ended, index)
-            self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, on_end))
+            count, ends = permit.counts[index], (partial(self._ended, index), partial(self._added_micros, index))
+            self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, *ends))
             if self.generations[-1].recording is not None:
                 self.generations[-1].recording.choice = index
 
@@ -86,6 +88,16 @@ class Choices:
         for generation in self.generations:
             generation.close(error)
 
+    def _total(self) -> Usage | None:
+        """Return the usage of the generations that have ended."""
+        return total(self._usages, [id(prompt_of(request)) for request in self._permit.requests])
+
+    def _added_micros(self, index: int) -> int:
+        """Return what a generation that ends adds to the cost: of choices of one prompt, the first has the prompt's."""
+        self._usages[index], before = self.generations[index].usage, self._micros
+        self._micros = self._permit.ticket.charge.micros(self._total())
+        return self._micros - before
+
     def _ended(self, index: int) -> None:
         ended = self.generations[index]
         # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
@@ -97,16 +109,16 @@ class Choices:
         self._live -= 1
         if self._live:
             return
-        usage = total(
-            [generation.usage for generation in self.generations],
-            [id(prompt_of(generation.request)) for generation in self.generations],
-        )
+        usage = self._total()
         self._permit.settle(usage)
         if usage is not None:
-            self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._model.cost(usage))
+            self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._micros / 1e6)
         ends = [generation.finish_reason or error_type(generation.error) for generation in self.generations]
         error = next((generation.error for generation in self.generations if generation.error is not None), None)
-        end_span(self._span, error, **generation_attributes(usage, ends))
+        attributes = generation_attributes(usage, ends)
+        if self._model.price is not None:
+            attributes["trident.cost"] = self._micros / 1e6
+        end_span(self._span, error, **attributes)
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import key_commands, prompt_commands, release_commands, sample_commands
+from gateway import key_commands, prompt_commands, release_commands, sample_commands, usage_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 
@@ -46,6 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     key_commands.add(commands)
     prompt_commands.add(commands)
     sample_commands.add(commands)
+    usage_commands.add(commands)
     return parser.parse_args(arguments)
 
 

@@ -70,11 +70,12 @@ class Encoding:
         began_s, key = time.monotonic(), f"{context.tenant.name}\n{pool}"
         span = self._tracing.start(f"{context.operation} {pool}", context.carrier, {"trident.pool": pool})
         error: BaseException | None = None
-        tokens = 0
+        tokens, more = 0, {}
         try:
             with self._live.admitting():
                 count = await self._count(rows, key)
-                permit = await self._admission.admit_input(count.tokens, count.least, context.tenant, pool, timeout_s)
+                tokens_needed, charge = (count.tokens, count.least), context.charge()
+                permit = await self._admission.admit_input(*tokens_needed, context.tenant, pool, timeout_s, charge)
                 try:
                     left_s = timeout_s - (time.monotonic() - began_s)
                     call_span = self._tracing.child(span, "replica", SpanKind.CLIENT)
@@ -89,7 +90,9 @@ class Encoding:
                     usage = Usage(tokens, 0) if tokens else None
                     permit.settle(usage)
                     if usage is not None:
-                        self._metrics.used(context.tenant.name, usage)
+                        cost = context.model.cost(usage)
+                        self._metrics.used(context.tenant.name, usage, model=context.model.name, cost=cost)
+                        more = request_log.cost_fields(context, context.charge().micros(usage))
             if not count.exact:
                 self._prompt_tokens.learn(key, count, tokens)
             return EncodedRows(_array(done), tokens, dict(permit.headers))
@@ -99,7 +102,7 @@ class Encoding:
         finally:
             end_span(span, error)
             known = error if isinstance(error, TridentError) else None
-            request_log.write(context, known, began_s, pool=pool, input_tokens=tokens)
+            request_log.write(context, known, began_s, pool=pool, input_tokens=tokens, **more)
 
     async def embedding(self, text: str, pool: str, timeout_s: float) -> np.ndarray | None:
         """Return one text's embedding for the gateway's own use: f32[d] of length 1, or None if there is none in time.

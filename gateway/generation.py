@@ -100,11 +100,12 @@ class Generation:
         began_s: float,
         span: Span | None,
         on_end: Callable[[], None],
+        micros: Callable[[], int] = lambda: 0,
     ) -> None:
         """turn: its slot. began_s: arrival, ``time.monotonic()``. span: of the request. on_end: called once, at the
-        end."""
+        end. micros: returns at the end what it adds to the cost of its request."""
         self._runtime, self._permit, self._context, self._span = runtime, permit, context, span
-        self._on_end, self._turn = on_end, turn
+        self._on_end, self._micros, self._turn = on_end, micros, turn
         self.request = request
         self.target = permit.target
         if permit.target:
@@ -526,6 +527,8 @@ class Generation:
             ttft_s=round(self.first_s - self.began_s, 6) if self.first_s else None,
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
+            cached_tokens=usage.cached_tokens if usage else 0,
+            **request_log.cost_fields(self._context, self._micros()),
         )
 
     def _keep(self, error: TridentError | None, pool: str, usage: Usage | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from contract.errors import InvalidArgument, NotFound
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
-from gateway.config.policy import ModelRules
+from gateway.config.policy import ModelPrice, ModelRules
 from gateway.config.tenant import Tenant
 
 HEADER = "x-trident-model"  # of responses: the model that serves the request
@@ -35,9 +35,14 @@ class ServedModel:
     rules: ModelRules = _PLAIN
     prompt_tokens: PromptTokens | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def price(self) -> ModelPrice | None:
+        """What the caller pays; None for nothing."""
+        return self.rules.adapter_prices.get(self.adapter, self.rules.price)
+
     def cost(self, usage: Usage) -> float:
         """Return what the caller pays for ``usage``; 0 without a price."""
-        return self.rules.price.cost(usage) if self.rules.price is not None else 0.0
+        return self.price.cost(usage) if self.price is not None else 0.0
 
     def adapted(self, adapter: str) -> ServedModel:
         """Return this model with one of its adapters."""
@@ -51,8 +56,8 @@ class ServedModel:
         entry: dict[str, Any] = {"id": self.name, "object": "model", "created": 0, "owned_by": "trident"}
         rules, fields = self.rules, ("aliases", "router", "capabilities", "context_length")
         entry |= {name: value for name in fields if (value := getattr(rules, name))}
-        if rules.price is not None:
-            entry["price"] = {**rules.price.model_dump(exclude_none=True), "per_tokens": 1000, "currency": currency}
+        if self.price is not None:
+            entry["price"] = {**self.price.model_dump(exclude_none=True), "per_tokens": 1000, "currency": currency}
         if self.adapter:
             entry["parent"] = self.name.removesuffix(f":{self.adapter}")
         return entry

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from contract.priority import NORMAL
+from gateway.admission.charge import Charge
 from gateway.config.tenant import Tenant
 from gateway.models import ServedModel
 
@@ -38,6 +39,15 @@ class RequestContext:
     model: ServedModel = ServedModel()
     user: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    def charge(self, source: str = "engine") -> Charge:
+        """Return what it is charged by. source: ``engine``, or where its answer is reused from."""
+        return Charge(self.request_id, self.model.name, self.operation, self.model.price, source)
+
+    @property
+    def key(self) -> str:
+        """The name of its key's level; "" without keys."""
+        return self.tenant.levels[-1].name if self.tenant.levels else ""
 
     @property
     def caller(self) -> str:

@@ -53,9 +53,11 @@ from gateway.routing.replicas import Replicas
 from gateway.routing.shadow import Shadow
 from gateway.samples.recorder import Samples
 from gateway.telemetry import request_log
+from gateway.telemetry.budget_watch import BudgetWatch
 from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
 from gateway.telemetry.tracing import Tracing, end_span
+from gateway.usage.ledger import UsageLedger
 from gateway.watchdog import Watchdog
 
 ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
@@ -100,7 +102,9 @@ class Service:
         policy = configuration.policy
         lease_s = budget_lease_s(settings, configuration)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
-        own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s)
+        self.usage = UsageLedger(settings, self.metrics.registry) if settings.usage_db else None
+        database = self.usage.store if self.usage is not None and self._redis is None and link is None else None
+        own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, database)
         self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
@@ -118,6 +122,10 @@ class Service:
             make_slots=link.slots if link else PoolSlots,
             rng=rng,
         )
+        self.budget_watch = BudgetWatch(self.metrics.registry)
+        self.admission.on_reserved = self.budget_watch.observe
+        if self.usage is not None:
+            self.admission.on_charged = self.usage.writer.add
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self.prompts = Registry(settings.prompts) if settings.prompts else None
         if self.prompts is not None and self.prompts.problems:
@@ -307,6 +315,8 @@ class Service:
         await self.overflow.close()
         self.models.close()
         await self.budgets.aclose()
+        if self.usage is not None:
+            await self.usage.close()
         if self.shared_state is not None:
             await self.shared_state.close()
         if self._redis is not None:
@@ -437,7 +447,8 @@ class Service:
         with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
             down = not self.replicas.serves(tenant.pool)
             targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
-            permit = await self.admission.admit(requests, tenant, accepts, down, context.caller, targets, tokens)
+            more = (down, context.caller, targets, tokens, context.charge())
+            permit = await self.admission.admit(requests, tenant, accepts, *more)
             try:
                 self.live.check_not_cut_off()
             except TridentError:

@@ -26,6 +26,7 @@ _SAME = tuple(
         "replica_seconds",
         "cost_total",
         "release_",
+        "budget_used_ratio",
     )
 )
 _EACH = tuple(f"{_PREFIX}pool_{name}_total" for name in ("calls", "refusals", "tokens"))

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from gateway.admission.hub import Hub
 from gateway.config.settings import Settings, variable
+from gateway.usage.store import UsageStore
 from gateway.worker_metrics import WorkerMetrics
 
 _LOG = logging.getLogger("gateway")
@@ -46,7 +47,8 @@ class Workers:
     def __init__(self, settings: Settings, http_port: int, grpc_port: int, lease_s: float) -> None:
         self._settings, self._ports = settings, (http_port, grpc_port)
         self._folder = Path(tempfile.mkdtemp(prefix="trident-gateway-"))
-        self._hub = Hub(settings.max_in_flight, lease_s, self._ready)
+        database = UsageStore(settings.usage_db) if settings.usage_db else None
+        self._hub = Hub(settings.max_in_flight, lease_s, self._ready, database)
         self._metrics = WorkerMetrics()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._started = {number: asyncio.Event() for number in range(settings.workers)}

@@ -147,6 +147,7 @@ def test_no_module_imports_itself_in_a_circle():
 # The gateway's packages and modules from the lowest layer to the highest. One may import its own and lower layers.
 GATEWAY_LAYERS = (
     ("config", "database", "request_key", "watchdog"),
+    ("usage",),
     ("admission",),
     ("identity",),
     ("models",),
@@ -163,7 +164,7 @@ GATEWAY_LAYERS = (
     ("batch",),
     ("openapi", "banner"),
     ("app",),
-    ("prompt_commands", "release_commands", "sample_commands", "sighup", "worker_metrics"),
+    ("prompt_commands", "release_commands", "sample_commands", "sighup", "usage_commands", "worker_metrics"),
     ("key_commands",),
     ("command_line", "workers"),
     ("__main__",),

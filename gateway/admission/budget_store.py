@@ -1,14 +1,17 @@
 """Where the buckets are: in this process, or in Redis or Valkey for many gateways.
 
 Both answer ``await reserve(levels, tokens)`` atomically on all levels or none, and ``settle(reservation, used)`` at
-once: it never blocks, and the second call for a reservation changes nothing.
+once: it never blocks, and the second call for a reservation changes nothing. Days and months outlive a restart, in
+Redis or in the usage database: a reservation is there before its request begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from contract import failpoint
 from contract.errors import Unavailable
-from gateway.admission.budgets import Bucket, Reservation, Standing, demands, is_idle
+from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands, is_idle
 from gateway.config.tenant import Level
+from gateway.usage.store import UsageStore
+from gateway.usage.writer import Writer
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -33,87 +38,152 @@ _log = logging.getLogger(__name__)
 class BudgetStore(Protocol):
     """Reserve, then settle."""
 
-    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        """Reserve on every level, or on none. least: of what ``tokens`` estimates, as in ``budgets.demands``. Raises
-        InvalidArgument if that could never fit."""
+    async def reserve(
+        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
+        """Reserve on every level, or on none. least, micros: as in ``budgets.demands``. Raises InvalidArgument if the
+        least could never fit, and Unavailable if the reservation cannot be written."""
 
-    def settle(self, reservation: Reservation, used: int) -> None:
-        """Charge ``used`` tokens and return the rest of the reservation."""
+    def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
+        """Charge ``used`` tokens, and what they cost, and return the rest of the reservation."""
 
     async def aclose(self) -> None:
         """Write all settlements."""
 
 
 class MemoryStore:
-    """Buckets of this process. ``clock``: seconds that never go back."""
+    """Buckets of this process. ``clock``: seconds that never go back. wall: Unix time.
 
-    def __init__(self, clock: Callable[[], float], lease_s: float = LEASE_S) -> None:
-        self._clock = clock
+    database: keeps days and months. Of two gateways with the same one the second raises InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        lease_s: float = LEASE_S,
+        database: UsageStore | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._wall = clock, wall
         self._lease_s = lease_s
         self._buckets: dict[str, Bucket] = {}
         self._rates: dict[str, float] = {}
+        self._ends_s: dict[str, float] = {}  # of the day or month of a bucket, on the wall clock
         self._reserved = 0
+        self._writer: Writer[str] | None = None
+        self._saved: dict[str, tuple[float, str]] = {}
+        if database is not None:
+            self._lock = database.lock()
+            self._saved = database.budgets()
+            self._writer = Writer(lambda names: [self._row(name) for name in set(names)], database.put_budgets)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        return self.try_reserve(levels, tokens, least)
+    async def reserve(
+        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
+        reservation = self.try_reserve(levels, tokens, least, micros)
+        if self._writer is not None and any(standing.demand.left_s for standing in reservation.standings):
+            try:
+                await self._writer.commit()
+            except BaseException:
+                self.settle(reservation, 0)
+                raise
+        return reservation
 
-    def try_reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        now_s = self._clock()
-        required = demands(levels, tokens, least)
+    def try_reserve(
+        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
+        now_s, at_s = self._clock(), self._wall()
+        required = demands(levels, tokens, least, micros, at_s)
         self._forget_idle(now_s)
         for demand in required:
-            bucket = self._buckets.setdefault(demand.bucket, Bucket(demand.capacity, demand.capacity, now_s))
+            bucket = self._buckets.get(demand.bucket) or self._made(demand, now_s, at_s)
             bucket.refill(demand, now_s)
-            self._rates[demand.bucket] = demand.rate_per_s
-        granted = all(self._buckets[demand.bucket].balance >= demand.amount for demand in required)
+        granted = all(demand.soft or self._buckets[demand.bucket].balance >= demand.amount for demand in required)
         reservation_id = secrets.token_hex(8)
         if granted:
             for demand in required:
                 self._buckets[demand.bucket].take(reservation_id, demand, now_s + self._lease_s)
+                self._note(demand)
         standings = tuple(Standing(demand, self._buckets[demand.bucket].balance) for demand in required)
         return Reservation(reservation_id, granted, standings)
 
-    def settle(self, reservation: Reservation, used: int) -> None:
+    def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         now_s = self._clock()
         for standing in reservation.standings if reservation.granted else ():
             bucket = self._buckets.get(standing.demand.bucket)
             if standing.demand.held and bucket is not None:
                 bucket.refill(standing.demand, now_s)
-                bucket.settle(reservation.id, used)
+                bucket.settle(reservation.id, standing.demand.of(used, micros))
+                self._note(standing.demand)
 
     async def aclose(self) -> None:
-        return None
+        if self._writer is not None:
+            await self._writer.aclose()
+            os.close(self._lock)
+
+    def _made(self, demand: Demand, now_s: float, at_s: float) -> Bucket:
+        """Return the bucket of a demand, new or as it was written."""
+        made = self._buckets[demand.bucket] = Bucket(demand.capacity, demand.capacity, now_s)
+        self._rates[demand.bucket] = demand.rate_per_s
+        if demand.left_s:
+            self._ends_s[demand.bucket] = at_s + demand.left_s
+            spent, leases = self._saved.pop(demand.bucket, (0, "{}"))
+            for reservation_id, (amount, until_s) in json.loads(leases).items():
+                made.leases[reservation_id] = (amount, until_s - at_s + now_s)
+                made.held += amount
+            made.balance -= spent + made.held
+        return made
+
+    def _note(self, demand: Demand) -> None:
+        if self._writer is not None and demand.left_s:
+            self._writer.add(demand.bucket)
+
+    def _row(self, name: str) -> tuple[str, float, float, str]:
+        """Return what is written of a day or month; its clock is the wall's."""
+        bucket, later_s = self._buckets[name], self._wall() - self._clock()
+        leases = {one: (amount, until_s + later_s) for one, (amount, until_s) in bucket.leases.items()}
+        return name, self._ends_s[name], bucket.capacity - bucket.balance - bucket.held, json.dumps(leases)
 
     def _forget_idle(self, now_s: float) -> None:
         self._reserved += 1
         if self._reserved % _PURGE_EVERY == 0:
-            idle = [name for name, bucket in self._buckets.items() if is_idle(bucket, self._rates[name], now_s)]
+            idle = [name for name in self._buckets if self._is_idle(name, now_s)]
             for name in idle:
                 del self._buckets[name], self._rates[name]
+                self._ends_s.pop(name, None)
+
+    def _is_idle(self, name: str, now_s: float) -> bool:
+        bucket, ends_s = self._buckets[name], self._ends_s.get(name)
+        if ends_s is None:
+            return is_idle(bucket, self._rates[name], now_s)
+        return self._wall() > ends_s + 2 * self._lease_s  # nothing is settled there any more, and all is written
 
 
 # The bucket of budgets.py in Lua. KEYS: for each bucket a hash (balance, held, at) and a sorted set of its leases
 # ("id:amount" by expiry). ARGV: now ("" for the server's own clock, which all gateways share), lease in seconds, id,
-# tokens used ("" to reserve), then rate, capacity, amount and held (1 or 0) of each bucket.
+# 1 to settle, then rate, capacity, amount, held (1 or 0), what was used, seconds left of a day or month, and soft (1 or
+# 0) of each bucket.
 _SCRIPT = """
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
   now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 end
-local lease, id, used = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local lease, id, settles = tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
 local function text(number) return string.format('%.17g', number) end
 local buckets, granted = {}, 1
 for i = 1, #KEYS / 2 do
   local b = {hash = KEYS[2 * i - 1], leases = KEYS[2 * i]}
-  local a = 4 * i
+  local a = 7 * i - 3
   b.rate, b.capacity, b.amount = tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
-  b.holds = ARGV[a + 4] == '1'
-  local stored = redis.call('HMGET', b.hash, 'balance', 'held', 'at')
+  b.holds, b.used = ARGV[a + 4] == '1', tonumber(ARGV[a + 5])
+  b.left, b.soft = tonumber(ARGV[a + 6]), ARGV[a + 7] == '1'
+  local stored = redis.call('HMGET', b.hash, 'balance', 'held', 'at', 'capacity')
   b.balance = tonumber(stored[1]) or b.capacity
+  if b.left > 0 then b.balance = b.balance + b.capacity - (tonumber(stored[4]) or b.capacity) end
   b.held = tonumber(stored[2]) or 0
   b.at = tonumber(stored[3]) or now
   local function refill(till)
@@ -127,16 +197,16 @@ for i = 1, #KEYS / 2 do
     redis.call('ZREM', b.leases, over[j])
   end
   refill(now)
-  if not used and b.balance < b.amount then granted = 0 end
+  if not settles and not b.soft and b.balance < b.amount then granted = 0 end
   buckets[i] = b
 end
 local answer = {granted}
 for i, b in ipairs(buckets) do
   local member = id .. ':' .. text(b.amount)
-  if used then
+  if settles then
     if b.holds and redis.call('ZREM', b.leases, member) == 1 then
       b.held = b.held - b.amount
-      b.balance = math.min(b.capacity - b.held, b.balance + b.amount - used)
+      b.balance = math.min(b.capacity - b.held, b.balance + b.amount - b.used)
     end
   elseif granted == 1 then
     b.balance = b.balance - b.amount
@@ -145,9 +215,11 @@ for i, b in ipairs(buckets) do
       redis.call('ZADD', b.leases, text(now + lease), member)
     end
   end
-  redis.call('HSET', b.hash, 'balance', text(b.balance), 'held', text(b.held), 'at', text(b.at))
-  -- A missing bucket counts as full: it may expire when it would be full and no lease is left.
-  local life = math.ceil(math.max(lease, (b.capacity - b.balance) / b.rate)) + 60
+  redis.call('HSET', b.hash, 'balance', text(b.balance), 'held', text(b.held), 'at', text(b.at),
+    'capacity', text(b.capacity))
+  -- A missing bucket counts as full: it may expire when it would be full and no lease is left, or its day is over.
+  local life = b.left > 0 and b.left + lease or math.max(lease, (b.capacity - b.balance) / b.rate)
+  life = math.ceil(life) + 60
   redis.call('EXPIRE', b.hash, life)
   redis.call('EXPIRE', b.leases, life)
   answer[i + 1] = text(b.balance)
@@ -179,20 +251,23 @@ class RedisStore:
         clock: Callable[[], float] | None = None,
         lease_s: float = LEASE_S,
         prefix: str = "trident",
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._run = redis.register_script(_SCRIPT)
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._lease_s = lease_s
         self._prefix = prefix
         self._writing: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
-    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
+    async def reserve(
+        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
         """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError, TimeoutError
 
-        required = demands(levels, tokens, least)
+        required = demands(levels, tokens, least, micros, self._wall())
         reservation_id = secrets.token_hex(8)
         if not required:
             return Reservation(reservation_id, True)
@@ -214,14 +289,14 @@ class RedisStore:
             self._unsettled.add(reservation_id)
         return Reservation(reservation_id, granted == 1, standings)
 
-    def settle(self, reservation: Reservation, used: int) -> None:
+    def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         if reservation.id in self._unsettled:
             self._unsettled.remove(reservation.id)
-            self._in_background(self._settle(reservation, used))
+            self._in_background(self._settle(reservation, used, micros))
 
-    def settle_for_other(self, reservation: Reservation, used: int) -> None:
+    def settle_for_other(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         """Settle the reservation of a gateway that is gone."""
-        self._in_background(self._settle(reservation, used))
+        self._in_background(self._settle(reservation, used, micros))
 
     async def aclose(self) -> None:
         self._stopping.set()
@@ -240,13 +315,13 @@ class RedisStore:
             await self._pause(_LONGEST_PAUSE_S)
             await self._settle(pending, 0)
 
-    async def _settle(self, reservation: Reservation, used: int) -> None:
+    async def _settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         from redis.exceptions import RedisError
 
         until_s, attempt = time.monotonic() + self._lease_s, 0
         while time.monotonic() < until_s and (attempt < _SETTLE_ATTEMPTS or not self._stopping.is_set()):
             try:
-                await self._call(reservation, used)
+                await self._call(reservation, (used, micros))
                 return
             except RedisError as exc:
                 attempt += 1
@@ -259,13 +334,14 @@ class RedisStore:
             await asyncio.wait_for(self._stopping.wait(), seconds)
             await asyncio.sleep(seconds / 10)
 
-    async def _call(self, reservation: Reservation, used: int | None) -> list:
+    async def _call(self, reservation: Reservation, used: tuple[int, int] | None) -> list:
         required = [standing.demand for standing in reservation.standings]
         keys = [key for demand in required for key in self._keys(demand.bucket, demand.level)]
         now = "" if self._clock is None else repr(self._clock())
-        arguments: list = [now, self._lease_s, reservation.id, "" if used is None else used]
+        arguments: list = [now, self._lease_s, reservation.id, int(used is not None)]
         for demand in required:
             arguments += [repr(demand.rate_per_s), demand.capacity, demand.amount, int(demand.held)]
+            arguments += [demand.of(*(used or (0, 0))), demand.left_s, int(demand.soft)]
         if failpoint.value("redis.away") is not None:
             from redis.exceptions import ConnectionError
 
@@ -274,5 +350,6 @@ class RedisStore:
 
     def _keys(self, bucket: str, level: str) -> tuple[str, str]:
         # The organisation in braces: a cluster then keeps all levels of one on one node, where one script sees them.
-        name = f"{self._prefix}:{{{level.partition('/')[0]}}}:{bucket}"
+        organisation = level.partition(" ")[0].partition("/")[0]
+        name = f"{self._prefix}:{{{organisation}}}:{bucket}"
         return name, f"{name}:leases"

@@ -1,4 +1,5 @@
-"""Budgets in tokens and requests per minute, on every level from the organisation down to the key. No clock, no I/O.
+"""Budgets on every level from the organisation down to the key: tokens and requests per minute, tokens and money of a
+day or a month. No clock, no I/O.
 
 A budget is a token bucket. It is reserved before the work and settled after it, and what is reserved stays in the
 bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time, and whether
@@ -6,6 +7,9 @@ a token is counted when it was reserved, generated or settled, no more than ``ca
 what prompts that run had in tokens beyond their estimate: that is charged when they are settled, below 0 if need be. A
 bucket that forgot its reservations would refill while they run and then take their refund on top, which doubles it.
 The cost: large reservations that are hardly used slow the refilling; a larger burst compensates for it.
+
+A day or a month is a bucket of its own that never refills: a request is charged to the one in which it was reserved,
+whenever it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument
+from gateway.config.calendar import period_at
 from gateway.config.tenant import Level
 
 
@@ -22,7 +27,11 @@ from gateway.config.tenant import Level
 class Demand:
     """What one request needs of one bucket.
 
-    bucket: ``tokens:acme/research``. held: kept until it is settled; otherwise spent at once.
+    bucket: ``tokens:acme/research``, ``tokens_per_day@2026-11-23:acme/research``.
+    held: kept until it is settled; otherwise spent at once.
+    left_s: until the end of its day or month; 0 for a bucket that refills.
+    money: amounts are millionths of the currency.
+    soft: more than there is may be taken. warn_at: the part of the capacity from which on callers are told.
     """
 
     bucket: str
@@ -30,6 +39,19 @@ class Demand:
     capacity: float
     amount: float
     held: bool
+    left_s: float = 0.0
+    money: bool = False
+    soft: bool = False
+    warn_at: float = 1.0
+
+    @property
+    def limit(self) -> str:
+        """The field of its level in the file, for a day or month."""
+        return self.unit.partition("@")[0]
+
+    def of(self, tokens: int, micros: int) -> int:
+        """Return which of the two it counts."""
+        return micros if self.money else tokens
 
     @property
     def unit(self) -> str:
@@ -40,8 +62,12 @@ class Demand:
         return self.bucket.partition(":")[2]
 
 
-def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> tuple[Demand, ...]:
+def demands(
+    levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0, at_s: float = 0.0
+) -> tuple[Demand, ...]:
     """Return what a request that may use ``tokens`` needs of each bucket of ``levels``; of a smaller bucket, all.
+
+    micros: what it may cost, in millionths of the currency. at_s: Unix time, for days and months.
 
     The request itself is spent at once and stays spent, also if it is cancelled. Raises
     InvalidArgument if it could never fit, as it may use no less than ``least``: ``tokens`` if left out, where they are
@@ -62,6 +88,11 @@ def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> t
             capacity = limits.burst_requests or limits.requests_per_minute
             rate_per_s = limits.requests_per_minute / 60
             required.append(Demand(f"requests:{level.name}", rate_per_s, capacity, 1, held=False))
+        for quota in limits.quotas:
+            period = period_at(quota.length, quota.time_zone, at_s)
+            amount, left_s = micros if quota.money else tokens, period.end_s - at_s
+            told = (left_s, quota.money, quota.soft, quota.warn_at)
+            required.append(Demand(f"{quota.name}@{period.name}:{level.name}", 0.0, quota.most, amount, True, *told))
     return tuple(required)
 
 
@@ -74,12 +105,14 @@ class Standing:
 
     @property
     def short(self) -> float:
-        """The missing amount; 0 if the balance was sufficient."""
-        return max(0.0, self.demand.amount - self.balance)
+        """The missing amount; 0 if the balance was sufficient, or need not be."""
+        return 0.0 if self.demand.soft else max(0.0, self.demand.amount - self.balance)
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the missing amount is refilled, if no other request takes it."""
+        """Seconds until the missing amount is refilled, if no other request takes it, or a new day or month begins."""
+        if self.demand.left_s:
+            return self.demand.left_s if self.short else 0.0
         return self.short / self.demand.rate_per_s
 
     @property
@@ -131,6 +164,8 @@ class Bucket:
 
     def refill(self, demand: Demand, now_s: float) -> None:
         """Refill the bucket up to ``now_s``, lease by lease; a clock that went back changes nothing."""
+        if demand.left_s:  # what was spent of it stays spent where the limit changes
+            self.balance += demand.capacity - self.capacity
         self.capacity = demand.capacity
         while self.leases:
             oldest = next(iter(self.leases))

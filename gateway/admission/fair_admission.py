@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,8 @@ from contract.errors import DeadlineExceeded, Overloaded, TridentError, Unavaila
 from contract.generation import GenerationRequest, Usage
 from gateway.admission import retry_after
 from gateway.admission.budget_store import BudgetStore
-from gateway.admission.budgets import Reservation
+from gateway.admission.budgets import Demand, Reservation, Standing
+from gateway.admission.charge import FREE, Charge
 from gateway.admission.concurrency import Caps, Held
 from gateway.admission.degradation import Stage, degrade, stage_at
 from gateway.admission.fair_queue import Entry, FairQueue
@@ -35,7 +37,8 @@ from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.prompt_tokens import PromptCount, PromptTokens
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, DegradationRules
-from gateway.config.tenant import Level, Tenant
+from gateway.config.tenant import Tenant, applying
+from gateway.usage.store import UsageRecord
 
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 _REASONS: dict[type[TridentError], str] = {Overloaded: "queue", DeadlineExceeded: "deadline"}
@@ -95,6 +98,9 @@ class FairAdmission:
         self.stopping = False
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
+        # Called with what ended; and with where budgets stand, it returns response headers.
+        self.on_charged: Callable[[UsageRecord], None] = lambda record: None
+        self.on_reserved: Callable[[Sequence[Standing]], Mapping[str, str]] = lambda standings: {}
         self.degraded: Counter[str] = Counter()
 
     @property
@@ -169,6 +175,7 @@ class FairAdmission:
         session: str = "",
         targets: Sequence[str] | None = None,
         prompt_tokens: PromptTokens | None = None,
+        charge: Charge = FREE,
     ) -> Permit:
         """Return the permit when the first of ``requests`` has a slot.
 
@@ -177,6 +184,7 @@ class FairAdmission:
         session: conversation id; a session stays in one pool.
         targets: the overflow targets, in order; None for those of the rules.
         prompt_tokens: counts the prompts; None for the gateway's own.
+        charge: what they are charged by.
 
         Raises: Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, cap, queue or budget full),
         DeadlineExceeded (timed out in the queue), InvalidArgument (never fits a budget or cap), Unavailable (the
@@ -188,15 +196,15 @@ class FairAdmission:
         headers |= degraded
         if target:
             pool = self.target_pool(target)
-        ticket = _Ticket(self, tenant, session, self._clock(), requests)
+        ticket = _Ticket(self, tenant, session, self._clock(), requests, charge=charge)
         ticket.slot = await self._acquire(tenant, len(requests), pool)
         try:
             if pool or not target:
                 self._check_room(tenant, pool)
             need = await (prompt_tokens or self.prompt_tokens).need(requests, tenant.name)
             ticket.tokens = need.tokens
-            ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least, pool)
-            headers |= ticket.reservation.headers
+            output_tokens = sum(request.max_tokens for request in requests)
+            headers |= await self._reserve(ticket, need.tokens, need.least, output_tokens, pool)
             if pool or not target:  # an upstream has its own capacity, and no slot here is used
                 claim = ticket.claim(pool, ticket.tokens, len(requests))
                 drawn = not target and pool != tenant.pool
@@ -212,7 +220,9 @@ class FairAdmission:
             raise
         return Permit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
 
-    async def admit_input(self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float) -> Permit:
+    async def admit_input(
+        self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float, charge: Charge = FREE
+    ) -> Permit:
         """Return the permit for an input that is only read, by an encoder of ``pool``, when it has a slot.
 
         tokens, least: of the input, as estimated and in any case.
@@ -222,35 +232,32 @@ class FairAdmission:
         if rules is not None and self.pressure(tenant, pool) >= rules.refuse_at:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         work = GenerationRequest(text_input="", max_tokens=max(1, tokens), timeout_s=timeout_s)
-        ticket = _Ticket(self, tenant, "", self._clock(), (work,), tokens)
+        ticket = _Ticket(self, tenant, "", self._clock(), (work,), tokens, charge=charge)
         ticket.slot = await self._acquire(tenant, 1, pool)
         try:
             self._check_room(tenant, pool)
-            ticket.reservation = await self._reserve(tenant.levels, tokens, least, pool)
+            headers = await self._reserve(ticket, tokens, least, 0, pool)
             claim = ticket.claim(pool, tokens, 1)
             ticket.turns = (Turn(ticket, pool, claim),)
             await claim.turn(0)
         except BaseException:
             ticket.close(0)
             raise
-        return Permit(ticket.requests, dict(ticket.reservation.headers), "", ticket.turns, ticket)
+        return Permit(ticket.requests, headers, "", ticket.turns, ticket)
 
-    async def admit_reader(self, tenant: Tenant) -> Permit:
+    async def admit_reader(self, tenant: Tenant, charge: Charge = FREE) -> Permit:
         """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
 
         Raises: as ``admit``.
         """
-        ticket = _Ticket(self, tenant, "", self._clock())
+        ticket = _Ticket(self, tenant, "", self._clock(), charge=charge)
         ticket.slot = await self._acquire(tenant, 1, tenant.pool)
         try:
-            requests_only = [
-                replace(level, limits=replace(level.limits, tokens_per_minute=None)) for level in tenant.levels
-            ]
-            ticket.reservation = await self._reserve(tuple(requests_only), 0, 0, tenant.pool)
+            headers = await self._reserve(ticket, 0, 0, 0, tenant.pool)
         except BaseException:
             ticket.close(0)
             raise
-        return Permit((), dict(ticket.reservation.headers), "", (), ticket)
+        return Permit((), headers, "", (), ticket)
 
     def _degraded(
         self,
@@ -311,11 +318,25 @@ class FairAdmission:
         except Overloaded as exc:
             raise self._refusal("queue", exc, pool) from None
 
-    async def _reserve(self, levels: tuple[Level, ...], tokens: int, least: int, pool: str) -> Reservation:
-        reservation = await self._budgets.reserve(levels, tokens, least)
+    async def _reserve(self, ticket: _Ticket, tokens: int, least: int, output_tokens: int, pool: str) -> dict[str, str]:
+        """Reserve on every level of the ticket; return the response's headers."""
+        charge = ticket.charge
+        levels = applying(ticket.tenant.levels, charge.model, charge.endpoint)
+        if not tokens:  # what nothing is generated for costs a request
+            levels = tuple(
+                replace(level, limits=replace(level.limits, tokens_per_minute=None, quotas=())) for level in levels
+            )
+        micros = charge.most_micros(tokens - output_tokens, output_tokens)
+        ticket.reserved_s = time.time()
+        ticket.reservation = reservation = await self._budgets.reserve(levels, tokens, least, micros)
         short = reservation.refused_by
         if short is None:
-            return reservation
+            return reservation.headers | dict(self.on_reserved(reservation.standings))
+        if short.demand.left_s:
+            left_of_it, amount = (_amount(value, short.demand) for value in (short.balance, short.demand.amount))
+            problem = f"{short.demand.level} has {left_of_it} left of {short.demand.limit}"
+            error = Overloaded(f"{problem} and the request may need {amount}")
+            raise self._refusal("quota", error, pool, short.demand.left_s, reservation.headers)
         left = max(0, math.floor(short.balance))
         unit, level = short.demand.unit, short.demand.level
         error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
@@ -341,6 +362,10 @@ class FairAdmission:
         return error
 
 
+def _amount(value: float, demand: Demand) -> str:
+    return f"{max(0.0, value) / 1e6:.6f}" if demand.money else f"{max(0.0, value):.0f} tokens"
+
+
 def _longest(requests: Sequence[GenerationRequest]) -> int:
     """Return the largest ``max_tokens``."""
     return max(request.max_tokens for request in requests)
@@ -361,6 +386,8 @@ class _Ticket:
     turns: tuple[Turn, ...] = ()
     claims: list[Claim] = field(default_factory=list)
     open: bool = True
+    charge: Charge = FREE
+    reserved_s: float = 0.0  # Unix time
 
     @property
     def ends_s(self) -> float:
@@ -393,7 +420,7 @@ class _Ticket:
             work = uncached * self.admission.prompt_weight() + usage.output_tokens
             self.claims[-1].pool.worked(work, self.tokens)
 
-    def close(self, used_tokens: int) -> None:
+    def close(self, used_tokens: int, micros: int = 0) -> None:
         if not self.open:
             return
         self.open = False
@@ -401,7 +428,7 @@ class _Ticket:
         if self.slot is not None:
             self.slot.release()
         if self.reservation is not None:
-            self.admission._budgets.settle(self.reservation, used_tokens)
+            self.admission._budgets.settle(self.reservation, used_tokens, micros)
         for claim in self.claims:  # more than one only if its pool died: then each is charged its part
             claim.close(used_tokens * claim.entry.cost_tokens / max(1, self.tokens))
 
@@ -496,6 +523,10 @@ class Permit:
 
         usage: of all choices, also of a stream that was cut; None if nothing was generated.
         """
+        ticket, charge = self.ticket, self.ticket.charge
+        if not ticket.open:
+            return
         if usage is not None:
-            self.ticket.learn(usage)
-        self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)
+            ticket.learn(usage)
+        ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens, charge.micros(usage))
+        ticket.admission.on_charged(charge.record(ticket.reserved_s, ticket.tenant.levels, usage))

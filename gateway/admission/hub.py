@@ -25,6 +25,7 @@ from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 from gateway.admission.spending import Spending
 from gateway.config.policy import AdmissionRules
 from gateway.config.tenant import Level
+from gateway.usage.store import UsageStore
 
 TOLD_EVERY_S = 0.05  # workers learn how full pools are, which only degradation and metrics need
 
@@ -114,8 +115,17 @@ class _Worker:
         if slot is not None:
             slot.release()
 
-    def on_reserve(self, call: int, levels: Sequence[Level], tokens: int, least: int | None) -> None:
-        self.frames.send("reply", call, self.hub.budgets.try_reserve(levels, tokens, least))
+    def on_reserve(self, call: int, levels: Sequence[Level], *amounts: Any) -> None:
+        async def reserve() -> None:
+            try:
+                answer: Any = await self.hub.budgets.reserve(levels, *amounts)
+            except TridentError as error:
+                answer = error
+            self.frames.send("reply", call, answer)
+
+        task = asyncio.ensure_future(reserve())
+        self.hub.reserving.add(task)
+        task.add_done_callback(self.hub.reserving.discard)
 
     def on_spend(self, call: int, name: str, cost: float, limit: float | None) -> None:
         if reserved := self.hub.spending(name).try_reserve(cost, limit):
@@ -126,8 +136,8 @@ class _Worker:
         name, cost = self.spends.pop(call)
         self.hub.spending(name).settle(call, cost, spent)
 
-    def on_settle(self, reservation: Reservation, used: int) -> None:
-        self.hub.budgets.settle(reservation, used)
+    def on_settle(self, reservation: Reservation, used: int, micros: int) -> None:
+        self.hub.budgets.settle(reservation, used, micros)
 
     def on_claim(self, call: int, pool: str, entry: Entry, lasts_until_s: float) -> None:
         found = self.hub.pool(pool)
@@ -171,13 +181,21 @@ class _Worker:
 class Hub:
     """The state that all workers share. limit: requests in flight. lease_s: of reserved budget.
 
-    ready: called with the number of a worker that serves now.
+    ready: called with the number of a worker that serves now. database: of days and months.
     """
 
-    def __init__(self, limit: int, lease_s: float, ready: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        lease_s: float,
+        ready: Callable[[int], None] = lambda number: None,
+        database: UsageStore | None = None,
+    ) -> None:
         self.clock = time.monotonic  # the same in all processes of a machine
         self.rules = AdmissionRules()
-        self.caps, self.budgets, self.ready = Concurrency(limit), MemoryStore(self.clock, lease_s), ready
+        self.caps, self.ready = Concurrency(limit), ready
+        self.budgets = MemoryStore(self.clock, lease_s, database)
+        self.reserving: set[asyncio.Task[None]] = set()
         self.workers: dict[int, _Worker] = {}
         self._pools: dict[str, _Pool] = {}
         self._spendings: dict[str, Spending] = {}
@@ -235,3 +253,5 @@ class Hub:
             worker.frames.close()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
+        await asyncio.gather(*self.reserving, return_exceptions=True)
+        await self.budgets.aclose()

@@ -180,18 +180,24 @@ class SharedBudgets:
     def __init__(self, link: HubLink) -> None:
         self._link = link
 
-    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        if not demands(levels, tokens, least):
+    async def reserve(
+        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
+        if not demands(levels, tokens, least, micros):
             return Reservation(secrets.token_hex(8), True)
 
-        def undo(number: int, reservation: Reservation) -> None:
-            self.settle(reservation, 0)
+        def undo(number: int, answer: Any) -> None:
+            if not isinstance(answer, TridentError):
+                self.settle(answer, 0)
 
-        return (await self._link.call(undo, "reserve", levels, tokens, least))[1]
+        _, answer = await self._link.call(undo, "reserve", levels, tokens, least, micros)
+        if isinstance(answer, TridentError):
+            raise answer
+        return answer
 
-    def settle(self, reservation: Reservation, used: int) -> None:
+    def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         if reservation.standings:
-            self._link.frames.send("settle", reservation, used)
+            self._link.frames.send("settle", reservation, used, micros)
 
     async def aclose(self) -> None:
         return None

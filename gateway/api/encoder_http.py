@@ -38,10 +38,12 @@ class EncoderEndpoint(OpenAIEndpoint):
         openai_http.check_request_id(request_id)
         body: EncoderBody = schemas.validated(self._schema, data)
         pool = self._service.encoder_pool(body.model, self._schema.capability, tenant)
+        model = self._service.model_of(body.model, tenant)
         limit_s = self._service.settings.request_timeout_s
         timeout_s = openai_http.requested_timeout_s(request.headers.get("x-trident-timeout-s"), limit_s)
         headers = openai_http.joined_headers(request)
-        context = self._service.classified(RequestContext(tenant, "http", self.operation, request_id, headers))
+        context = RequestContext(tenant, "http", self.operation, request_id, headers, model=model)
+        context = self._service.classified(context)
         try:
             encoded = await self._service.encoding.admitted(body.rows(), pool, context, timeout_s)
         except InvalidArgument as exc:

@@ -47,6 +47,8 @@ def error_object(error: TridentError) -> dict[str, Any]:
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
     if isinstance(error, NotFound):
         param = "model"
+    if error.reason == "quota":
+        kind = code = "insufficient_quota"  # what OpenAI's clients do not try again soon
     if isinstance(error, PromptTooLong):
         code = "context_length_exceeded"  # clients recognise this code and send less
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}

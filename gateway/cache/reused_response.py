@@ -46,7 +46,9 @@ class ReusedResponse:
         service = self._service
         try:
             service.live.check_open()
-            self._permit = await service.admission.admit_reader(self._context.tenant)
+            self._permit = await service.admission.admit_reader(
+                self._context.tenant, self._context.charge(self._source)
+            )
         except BaseException as exc:
             end_span(self._span, exc)
             if isinstance(exc, TridentError):

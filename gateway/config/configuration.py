@@ -14,6 +14,7 @@ from contract.errors import InvalidArgument
 from gateway.config import policy, release, tenants
 from gateway.config.policy import Policy
 from gateway.config.pools import Pools
+from gateway.config.settings import variable
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import KeyTable
 
@@ -62,6 +63,9 @@ def reading(
     keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
     if default_team and not keys.has_team(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
+    if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
+        problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
+        raise InvalidArgument(f"{path}: {keys.quotas}", problem)
     return Reading(keys, rules, there)
 
 
@@ -179,9 +183,12 @@ class Configuration:
         keys, old, self._reading, self.problem = self._reading.keys, self.policy, reading, ""
         changed = [name for name in policy.SECTIONS if getattr(old, name) != getattr(reading.policy, name)]
         self.noted("", changed + (["orgs"] if keys.file != reading.keys.file else []))
-        for section in ("budgets", "reuse"):
-            if getattr(old, section) != getattr(reading.policy, section):
-                _LOG.warning("%s: [%s] changed and holds from the next start on", self._path, section)
+        for place, before, after in (
+            ("[budgets] redis", old.budgets.redis, reading.policy.budgets.redis),
+            ("[reuse]", old.reuse, reading.policy.reuse),
+        ):
+            if before != after:
+                _LOG.warning("%s: %s changed and holds from the next start on", self._path, place)
         _LOG.info("the configuration was read again")
         self.changed()
 

@@ -23,6 +23,7 @@ from pydantic import (
 from contract import toml_table
 from contract.errors import InvalidArgument
 from contract.generation import Usage
+from gateway.config.calendar import check_zone
 from gateway.config.context import ContextRules
 from gateway.config.identity import IdentityRules
 from gateway.config.release import ReleaseRules
@@ -144,6 +145,14 @@ class ModelPrice(BaseModel):
         prompt = self.input * (usage.input_tokens - usage.cached_tokens) + cached * usage.cached_tokens
         return (prompt + self.output * usage.output_tokens) / 1000
 
+    def micros(self, usage: Usage) -> int:
+        """Return what ``usage`` costs in millionths of the currency: exact, and rounded to the nearest at the end."""
+        cached = self.input if self.cached is None else self.cached
+        uncached = usage.input_tokens - usage.cached_tokens
+        parts = (self.input, uncached), (cached, usage.cached_tokens), (self.output, usage.output_tokens)
+        # Prices are read to the ninth decimal, so that a token costs whole millionths of a millionth.
+        return (sum(round(price * 10**9) * tokens for price, tokens in parts) + 500_000) // 10**6
+
 
 class UpstreamEndpoint(BaseModel):
     """One key of an upstream, or one of its regions.
@@ -196,8 +205,16 @@ class OverflowTarget(BaseModel):
 
 
 class BudgetRules(BaseModel):
+    """redis: shared by many gateways; holds from the next start on.
+
+    time_zone: of days and months, where a level has no other. warn_at: the used part of one from which on callers are
+    told, likewise.
+    """
+
     model_config = _RULES
     redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$", repr=False)] = ""
+    time_zone: Annotated[str, BeforeValidator(check_zone)] = "UTC"
+    warn_at: Annotated[float, Field(gt=0, le=1)] = 0.8
 
 
 class ReuseRules(BaseModel):
@@ -257,6 +274,7 @@ class ModelRules(BaseModel):
     tokenizer: its tokenizer.json; None: prompts are estimated.
     context: what is left out of a chat that is too long; None: it is refused.
     tool_format, reasoning_format: as TRIDENT_GATEWAY_TOOL_FORMAT and _REASONING_FORMAT, which hold where it is auto.
+    adapter_prices: of adapters whose price is not the model's.
     """
 
     model_config = _RULES
@@ -272,6 +290,7 @@ class ModelRules(BaseModel):
     reasoning_format: ReasoningFormat = "auto"
     price: ModelPrice | None = None
     context: ContextRules | None = None
+    adapter_prices: Mapping[_ModelName, ModelPrice] = {}
 
     @model_validator(mode="after")
     def _one(self) -> ModelRules:
@@ -284,7 +303,7 @@ class ModelRules(BaseModel):
 
 class Prices(BaseModel):
     model_config = _RULES
-    replica_hour: Annotated[float, Field(ge=0)]
+    replica_hour: Annotated[float, Field(ge=0)] | None = None
     currency: _Name = "USD"
 
 

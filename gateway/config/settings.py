@@ -269,6 +269,17 @@ class Settings(EnvironmentSettings):
     samples_keys: File | None = Field(
         None, description="file with the keys that encrypt them, the newest first; unset: they are not encrypted"
     )
+    usage_db: AbsolutePath | None = Field(
+        None,
+        description="SQLite file of what requests used and of day and month budgets, created if missing "
+        "(docs/usage.md); unset: no /v1/usage",
+    )
+    usage_keep_days: Annotated[int, Field(ge=1, le=36_500)] = Field(
+        90, description="days that the record of a request is kept"
+    )
+    usage_sums_keep_days: Annotated[int, Field(ge=1, le=36_500)] = Field(
+        800, description="days that sums of records are kept, by a quarter of an hour"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="auto: text if standard error is a terminal, else json"

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gateway.config.calendar import Length
 from gateway.config.policy import ClassRules
 
 LOWEST_PRIORITY = 9
+
+
+@dataclass(frozen=True)
+class Quota:
+    """A limit of what a calendar day or month may use.
+
+    money: whether ``most`` is in millionths of the currency of [prices]; else in tokens.
+    soft: more is allowed, and told. warn_at: the used part from which on callers are told.
+    """
+
+    length: Length
+    money: bool
+    most: int
+    soft: bool = False
+    time_zone: str = "UTC"
+    warn_at: float = 0.8
+
+    @property
+    def name(self) -> str:
+        """Its field in the file, such as ``tokens_per_day`` or ``soft_money_per_month``."""
+        return f"{'soft_' if self.soft else ''}{'money' if self.money else 'tokens'}_per_{self.length}"
 
 
 @dataclass(frozen=True)
@@ -16,6 +39,7 @@ class Limits:
     tokens_per_minute, requests_per_minute: refill rates of the token buckets.
     burst_tokens, burst_requests: their capacities; one minute's worth by default.
     max_in_flight: requests from arrival to the end of their stream.
+    quotas: of calendar days and months.
     """
 
     tokens_per_minute: int | None = None
@@ -23,14 +47,52 @@ class Limits:
     requests_per_minute: int | None = None
     burst_requests: int | None = None
     max_in_flight: int | None = None
+    quotas: tuple[Quota, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Limits of the requests to one model, with all its adapters or to one of them, or to one endpoint, or both; ""
+    for any."""
+
+    model: str
+    endpoint: str
+    limits: Limits
+
+    def covers(self, model: str, endpoint: str) -> bool:
+        return self.model in ("", model, model.partition(":")[0]) and self.endpoint in ("", endpoint)
+
+    @property
+    def name(self) -> str:
+        return "".join(
+            f" {name}={value}" for name, value in (("model", self.model), ("endpoint", self.endpoint)) if value
+        )
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the hierarchy. name: its full path, such as ``acme/research/alice``."""
+    """One level of the hierarchy. name: its full path, such as ``acme/research/alice``. scopes: further limits of a
+    part of its requests."""
 
     name: str
     limits: Limits = Limits()
+    scopes: tuple[Scope, ...] = ()
+
+    @property
+    def has_quotas(self) -> bool:
+        return any(limits.quotas for limits in (self.limits, *(scope.limits for scope in self.scopes)))
+
+
+def applying(levels: Sequence[Level], model: str, endpoint: str) -> tuple[Level, ...]:
+    """Return the levels of a request, and one for each scope of theirs that it is in."""
+    return (*levels, *_scoped(levels, model, endpoint))
+
+
+def _scoped(levels: Sequence[Level], model: str, endpoint: str) -> Iterator[Level]:
+    for level in levels:
+        for scope in level.scopes:
+            if scope.covers(model, endpoint):
+                yield Level(level.name + scope.name, scope.limits)
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,27 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from decimal import Decimal
+from itertools import product
+from typing import Any, Protocol, get_args
 
 from contract.errors import InvalidArgument, Unauthenticated
-from gateway.config.policy import SECTIONS
-from gateway.config.tenant import LOWEST_PRIORITY, Level, Limits, Tenant
+from gateway.config.calendar import Length, check_zone
+from gateway.config.policy import SECTIONS, BudgetRules, Operation
+from gateway.config.tenant import LOWEST_PRIORITY, Level, Limits, Quota, Scope, Tenant
 
 API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
 LEAST_KEY_LENGTH = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_LIMITS = tuple(declared.name for declared in fields(Limits))
+_LIMITS = tuple(declared.name for declared in fields(Limits) if declared.name != "quotas")
+_QUOTAS = {
+    kind.name: kind for kind in (Quota(*each) for each in product(get_args(Length), (False, True), (0,), (False, True)))
+}
+_QUOTA_FIELDS = (*_QUOTAS, "time_zone", "warn_at")
+_Around = Mapping[str, Any]
+_AROUND: _Around = BudgetRules().model_dump(include={"time_zone", "warn_at"})
+_MOST_MONEY = 10**9  # of the currency; its millionths are exact in Redis
 _TENANT = ("class", "classes", "models", "pool", "priority", "samples", "weight")
 
 
@@ -108,6 +118,11 @@ class KeyTable:
         """
         return self.file.member(org, team, key, default_team) if self.file is not None else None
 
+    @property
+    def quotas(self) -> str:
+        """A place in the file with limits of days or months; "" if there is none."""
+        return next(iter(self.file.with_quotas), "") if self.file is not None else ""
+
     def has_team(self, name: str) -> bool:
         """Return whether the file has a team, ORG/TEAM."""
         return self.file is not None and self.file.has(*name.split("/"))
@@ -157,6 +172,14 @@ def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant
     return tenants
 
 
+def _micros(value: Any) -> int:
+    """Return a sum of money in millionths; 0 for what is none."""
+    if type(value) not in (int, float) or not 0 < value <= _MOST_MONEY:
+        return 0
+    micros = Decimal(repr(value)) * 10**6
+    return int(micros) if micros == int(micros) else 0
+
+
 @dataclass(frozen=True)
 class _File:
     """The file's TOML table; errors name the place in it."""
@@ -164,6 +187,7 @@ class _File:
     path: str
     table: Mapping = field(compare=False)  # two that differ elsewhere have the same tenants
     orgs: Mapping = field(init=False)
+    with_quotas: dict[str, Level] = field(default_factory=dict, compare=False)  # by their places
 
     def __post_init__(self) -> None:
         self._only(self.table, "", ("salt", "orgs", *SECTIONS))
@@ -189,10 +213,10 @@ class _File:
         keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
         key_table = self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
         where, name = f"orgs.{org}.teams.{team}.keys.{key}", f"{org}/{team}"
-        levels = (
-            Level(org, self._limits(org_table, f"orgs.{org}", "teams")),
-            Level(name, self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
-            Level(f"{name}/{key}", self._limits(key_table, where, "hash", "class", "administers")),
+        levels = self._levels(
+            (org, org_table, f"orgs.{org}", ("teams",)),
+            (name, team_table, f"orgs.{org}.teams.{team}", ("keys", *_TENANT)),
+            (f"{name}/{key}", key_table, where, ("hash", "class", "administers")),
         )
         managed = {"": "", "team": name, "org": org}
         administers = str(key_table.get("administers", ""))
@@ -219,28 +243,87 @@ class _File:
         like_org, _, like_team = like.partition("/")
         table = self.orgs[like_org]["teams"][like_team]
         limits_of = org if org in self.orgs else like_org
-        levels = (
-            Level(org, self._limits(self.orgs[limits_of], f"orgs.{limits_of}", "teams")),
-            Level(name, self._limits(table, f"orgs.{like_org}.teams.{like_team}", "keys", *_TENANT)),
-            Level(f"{name}/{key}"),
+        levels = self._levels(
+            (org, self.orgs[limits_of], f"orgs.{limits_of}", ("teams",)),
+            (name, table, f"orgs.{like_org}.teams.{like_team}", ("keys", *_TENANT)),
+            (f"{name}/{key}", {}, "", ()),
         )
         return Tenant(**self._team(table, f"orgs.{like_org}.teams.{like_team}"), name=name, levels=levels)
 
     def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
         for org in self.orgs:
             org_table = self._child(self.orgs, "orgs", org)
-            self._limits(org_table, f"orgs.{org}", "teams")
+            self._level(org, org_table, f"orgs.{org}", "teams")
             teams = self._child(org_table, f"orgs.{org}", "teams")
             for team in teams:
                 team_table = self._child(teams, f"orgs.{org}.teams", team)
-                self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)
+                self._level(team, team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)
                 self._team(team_table, f"orgs.{org}.teams.{team}")
                 keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
                 for key in keys:
                     yield org, team, key, self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
 
-    def _limits(self, table: Mapping, where: str, *besides: str) -> Limits:
-        self._only(table, where, (*_LIMITS, *besides))
+    def _levels(self, *places: tuple[str, Mapping, str, tuple[str, ...]]) -> tuple[Level, ...]:
+        """Return the levels of a tenant: of each its name, table and place, and what it may have beside limits."""
+        levels, around = [], self._periods(self._child(self.table, "", "budgets"), "budgets", _AROUND)
+        for name, table, where, besides in places:
+            levels.append(self._level(name, table, where, *besides, around=around))
+            around = self._periods(table, where, around)
+        return tuple(levels)
+
+    def _level(self, name: str, table: Mapping, where: str, *besides: str, around: _Around = _AROUND) -> Level:
+        """Return a level. around: time zone and warning of the level above."""
+        around, scopes = self._periods(table, where, around), table.get("limits", [])
+        if not isinstance(scopes, list) or not all(isinstance(scope, Mapping) for scope in scopes):
+            raise self._wrong(f"{where}.limits", "must be tables, [[…limits]], each with model or endpoint")
+        limits = self._limits(table, where, around, ("limits", "max_in_flight", *besides))
+        made = [self._scope(scope, f"{where}.limits[{number}]", around) for number, scope in enumerate(scopes)]
+        names = [scope.name for scope in made]
+        if twice := next((scope for scope in names if names.count(scope) > 1), ""):
+            raise self._wrong(f"{where}.limits", f"must have one table for{twice}, got two")
+        level = Level(name, limits, tuple(made))
+        if level.has_quotas:
+            self.with_quotas[where] = level
+        return level
+
+    def _scope(self, table: Mapping, where: str, around: _Around) -> Scope:
+        model, endpoint, endpoints = table.get("model", ""), table.get("endpoint", ""), get_args(Operation)
+        if not isinstance(model, str) or " " in model:
+            raise self._wrong(f"{where}.model", f"must be the name of a model, got {model!r}")
+        if endpoint not in ("", *endpoints):
+            raise self._wrong(f"{where}.endpoint", f"must be one of {', '.join(endpoints)}, got {endpoint!r}")
+        if not model and not endpoint:
+            raise self._wrong(where, "must have model or endpoint, or both")
+        return Scope(model, endpoint, self._limits(table, where, around, ("model", "endpoint")))
+
+    def _periods(self, table: Mapping, where: str, around: _Around) -> dict[str, Any]:
+        """Return the time zone and the warning of a level, where it has none of its own those of the level above."""
+        zone, warn_at = (table.get(name, around[name]) for name in ("time_zone", "warn_at"))
+        try:
+            check_zone(zone)
+        except ValueError as exc:
+            raise self._wrong(f"{where}.time_zone", str(exc)) from None
+        if isinstance(warn_at, bool) or not isinstance(warn_at, (int, float)) or not 0 < warn_at <= 1:
+            raise self._wrong(f"{where}.warn_at", f"must be a number above 0, 1 at most, got {warn_at!r}")
+        return {"time_zone": zone, "warn_at": warn_at}
+
+    def _quotas(self, table: Mapping, where: str, around: _Around) -> tuple[Quota, ...]:
+        found = []
+        for name, kind in _QUOTAS.items():
+            if (value := table.get(name)) is None:
+                continue
+            if kind.money:
+                most, allowed = _micros(value), f"a sum above 0, {_MOST_MONEY} at most, with at most 6 decimals"
+            else:
+                most, allowed = value if type(value) is int and 1 <= value < 2**53 else 0, "an integer from 1"
+            if not most:
+                raise self._wrong(f"{where}.{name}", f"must be {allowed}, got {value!r}")
+            found.append(replace(kind, most=most, **around))
+        return tuple(found)
+
+    def _limits(self, table: Mapping, where: str, around: _Around, besides: tuple[str, ...]) -> Limits:
+        names = [name for name in _LIMITS if name != "max_in_flight"]
+        self._only(table, where, (*names, *_QUOTA_FIELDS, *besides))
         for name in _LIMITS:
             value = table.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -248,7 +331,7 @@ class _File:
         for burst, rate in (("burst_tokens", "tokens_per_minute"), ("burst_requests", "requests_per_minute")):
             if burst in table and rate not in table:
                 raise self._wrong(f"{where}.{burst}", f"is allowed only together with {rate}")
-        return Limits(**{name: table.get(name) for name in _LIMITS})
+        return Limits(**{name: table.get(name) for name in _LIMITS}, quotas=self._quotas(table, where, around))
 
     def _team(self, table: Mapping, where: str) -> dict:
         models, pool = table.get("models", []), table.get("pool", "")

@@ -18,10 +18,11 @@ from gateway.telemetry.pool_outcomes import PoolOutcomes
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+TOKENS = tuple(2**n for n in range(3, 18))  # 8 to 131,072
 LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 ENGINE = "engine"  # source of an answer that a replica or an upstream generated for its request
 REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
-_BY_TENANT = ("budget", "concurrency")  # reasons that say nothing of the pool
+_BY_TENANT = ("budget", "quota", "concurrency")  # reasons that say nothing of the pool
 SERIES = 1000  # of a metric that are found at once
 MAX_TENANTS = 100  # with labels of their own; further tenants share the label "other"
 
@@ -65,6 +66,16 @@ class Metrics:
         self.pool_refusals = counter("trident_gateway_pool_refusals", text, ("pool", "reason"))
         text = "Tokens of the generations of a pool or overflow target"
         self.pool_tokens = counter("trident_gateway_pool_tokens", text, ("pool", "direction"))
+        by_tenant = ("tenant", "operation")
+        text = "Prompt tokens of the engine's generations, by tenant"
+        self.tenant_prompt = histogram("trident_gateway_tenant_prompt_tokens", text, by_tenant, buckets=TOKENS)
+        text = "Completion tokens of the engine's generations, by tenant"
+        self.tenant_completion = histogram("trident_gateway_tenant_completion_tokens", text, by_tenant, buckets=TOKENS)
+        text = "Arrival to the last token of the engine's generations, by tenant"
+        self.tenant_duration = histogram("trident_gateway_tenant_seconds", text, by_tenant, buckets=DURATION_S)
+        text = "Arrival to the first token of the engine's generations, by tenant"
+        name = "trident_gateway_tenant_first_token_seconds"
+        self.tenant_first = histogram(name, text, by_tenant, buckets=FIRST_TOKEN_S)
         self.outcomes = PoolOutcomes()
         self.retries = counter("trident_gateway_retries", "Attempts after the first of a generation")
         text = "Generations that lost their replica: continued, refused, suspect, no_replica"
@@ -133,6 +144,12 @@ class Metrics:
             self.objectives.labels(tenant.request_class, "ttft", _met(ttft_s <= rules.ttft_s)).inc()
         if source == ENGINE:
             self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, None if whole else itl_s)
+            if tenant is not None and first_s:
+                by_tenant = self.tenant(tenant.name), operation
+                self.tenant_prompt.labels(*by_tenant).observe(input_tokens)
+                self.tenant_completion.labels(*by_tenant).observe(output_tokens)
+                self.tenant_duration.labels(*by_tenant).observe(ended_s - began_s)
+                self.tenant_first.labels(*by_tenant).observe(ttft_s)
         if not first_s:
             return
         self.first_token.labels(*labels).observe(ttft_s)

@@ -19,6 +19,7 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
     fields = {
         "request_id": context.request_id,
         "tenant": context.tenant.name,
+        "key": context.key,
         "protocol": context.protocol,
         "operation": context.operation,
         "model": context.model.name,
@@ -32,6 +33,11 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
     level = logging.ERROR if error and error.http_status == 500 else logging.INFO
     message = f"generation failed: {error}" if level == logging.ERROR else "generation"
     _LOG.log(level, message.replace("%", "%%"), extra={"fields": fields})
+
+
+def cost_fields(context: RequestContext, micros: int) -> dict[str, float]:
+    """Return the field of what a request cost, in the currency of [prices]; none where its model has no price."""
+    return {"cost": micros / 1e6} if context.model.price is not None else {}
 
 
 def moved(context: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:

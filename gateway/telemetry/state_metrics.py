@@ -94,8 +94,8 @@ class StateMetrics:
             "trident_gateway_replica_seconds", "Healthy replicas integrated over time, seconds", replica_seconds
         )
         prices = self.prices()
-        if prices is not None:
-            yield from _cost(prices, replica_seconds, self.tokens())
+        if prices is not None and prices.replica_hour is not None:
+            yield from _cost(prices.replica_hour, prices.currency, replica_seconds, self.tokens())
 
     def _releases(self) -> Iterator[Metric]:
         families = _gauges(
@@ -226,13 +226,13 @@ def _add(families: Mapping[str, GaugeMetricFamily], labels: tuple[str, ...], val
         families[name].add_metric(labels, float(value))
 
 
-def _cost(prices: Prices, replica_seconds: float, tokens: int) -> Iterator[Metric]:
-    cost = replica_seconds * prices.replica_hour / 3600
+def _cost(replica_hour: float, currency: str, replica_seconds: float, tokens: int) -> Iterator[Metric]:
+    cost = replica_seconds * replica_hour / 3600
     spent = CounterMetricFamily("trident_gateway_cost", "Cost of the replica-seconds", labels=("currency",))
-    spent.add_metric((prices.currency,), cost)
+    spent.add_metric((currency,), cost)
     per_1000 = GaugeMetricFamily(
         "trident_gateway_cost_per_1000_tokens", "Since the start, input and output tokens", labels=("currency",)
     )
     if tokens:
-        per_1000.add_metric((prices.currency,), cost / tokens * 1000)
+        per_1000.add_metric((currency,), cost / tokens * 1000)
     yield from (spent, per_1000)

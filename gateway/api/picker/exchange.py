@@ -106,7 +106,7 @@ class Exchange:
         if request.generation(headers) and not message.request_headers.end_of_stream:
             return []
         with service.live.admitting():
-            permit = await service.admission.admit_reader(tenant)
+            permit = await service.admission.admit_reader(tenant, self._context.charge())
         return [await self._picked(permit, self._context, {})]
 
     async def _request_body(self, data: bytes, end: bool) -> list[pb.ProcessingResponse]:

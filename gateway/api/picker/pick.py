@@ -174,7 +174,9 @@ class Pick:
         )
         if usage is not None:
             metrics.used(context.tenant.name, usage, model=context.model.name, cost=context.model.cost(usage))
-        request_log.write(context, error, self._began_s, replica=url, pool=pool, output_tokens=output_tokens)
+        cost = request_log.cost_fields(context, context.charge().micros(usage))
+        told = {"input_tokens": input_tokens, "output_tokens": output_tokens, **cost}
+        request_log.write(context, error, self._began_s, replica=url, pool=pool, **told)
 
     def _learn(self, seen: ResponseUsage) -> None:
         """Learn the replica's pace and what it has cached, as far as its response tells."""

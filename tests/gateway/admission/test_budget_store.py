@@ -245,7 +245,7 @@ async def test_a_redis_that_hangs_or_is_away_for_seconds_leaves_no_tokens_reserv
                 break
             await asyncio.sleep(0.05)
         assert held and not any(held.values())
-        assert _left(await store.reserve(_levels(), 0))[ORG] == pytest.approx(5990, abs=1)
+        assert _left(await store.reserve(_levels(), 0))[ORG] == pytest.approx(5990, abs=9)  # 100 a second come back
     finally:
         await store.aclose()
         await redis.aclose()

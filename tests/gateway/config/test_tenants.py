@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config import configuration
-from gateway.config.tenant import Level, Limits
+from gateway.config.tenant import Level, Limits, Quota
 from gateway.config.tenants import API_KEYS, KeyTable, digest, new_key
 
 SALT = "00112233445566778899aabbccddeeff"
@@ -152,3 +152,67 @@ def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str
     with pytest.raises(InvalidArgument) as refused:
         _keys(tmp_path, FILE.replace(old, new, 1))
     assert message in str(refused.value) and "tenants.toml" in str(refused.value)
+
+
+def _with_acme(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> KeyTable:
+    path = tmp_path / "quotas.toml"
+    key = f'[orgs.acme.teams.research.keys.alice]\nhash = "{_hash(ALICE)}"\n'
+    path.write_text(f'salt = "{SALT}"\n[budgets]\ntime_zone = "Asia/Tokyo"\n[orgs.acme]\n{text}\n{key}')
+    return configuration.read(path, environ if environ is not None else {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, {}).keys
+
+
+def test_days_and_months_have_the_zone_of_their_level_or_of_the_one_above(tmp_path: Path) -> None:
+    text = """money_per_month = 12.345678
+soft_tokens_per_day = 7
+warn_at = 0.5
+[[orgs.acme.limits]]
+model = "large"
+money_per_day = 3
+[orgs.acme.teams.research]
+time_zone = "Europe/Berlin"
+tokens_per_month = 9
+"""
+    org, team, key = _with_acme(tmp_path, text).tenant(ALICE).levels
+    assert org.limits.quotas == (
+        Quota("day", False, 7, True, "Asia/Tokyo", 0.5),
+        Quota("month", True, 12_345_678, False, "Asia/Tokyo", 0.5),
+    )
+    (scope,) = org.scopes
+    assert scope.model == "large" and scope.limits.quotas == (Quota("day", True, 3_000_000, False, "Asia/Tokyo", 0.5),)
+    assert team.limits.quotas == (Quota("month", False, 9, False, "Europe/Berlin", 0.5),) and not key.has_quotas
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "money_per_day = 0.0000001",
+            "acme.money_per_day: must be a sum above 0, 1000000000 at most, with at most 6",
+        ),
+        ("money_per_day = -1", "orgs.acme.money_per_day: must be a sum above 0"),
+        ("money_per_day = nan", "orgs.acme.money_per_day: must be a sum above 0"),
+        ('money_per_day = "5"', "orgs.acme.money_per_day: must be a sum above 0"),
+        ("tokens_per_day = 1.5", "orgs.acme.tokens_per_day: must be an integer from 1, got 1.5"),
+        ("tokens_per_month = true", "orgs.acme.tokens_per_month: must be an integer from 1, got True"),
+        ('time_zone = "Mars"', "orgs.acme.time_zone: must be an IANA time zone such as Europe/Berlin, got 'Mars'"),
+        ("warn_at = 1.5", "orgs.acme.warn_at: must be a number above 0, 1 at most, got 1.5"),
+        ("[[orgs.acme.limits]]\ntokens_per_day = 1", "orgs.acme.limits[0]: must have model or endpoint, or both"),
+        ('[[orgs.acme.limits]]\nendpoint = "talk"', "limits[0].endpoint: must be one of chat, responses"),
+        ('[[orgs.acme.limits]]\nmodel = "m"\nmax_in_flight = 1', "limits[0].max_in_flight: is not known"),
+        (
+            '[[orgs.acme.limits]]\nmodel = "m"\n[[orgs.acme.limits]]\nmodel = "m"',
+            "must have one table for model=m",
+        ),
+        ("limits = 3", "orgs.acme.limits: must be tables"),
+        ("tokens_per_year = 1", "orgs.acme.tokens_per_year: is not known: must be one of tokens_per_minute"),
+    ],
+)
+def test_a_wrong_budget_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        _with_acme(tmp_path, text)
+    assert message in str(refused.value)
+
+
+def test_days_and_months_need_a_place_that_outlives_a_restart(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"orgs.acme: days and months need TRIDENT_GATEWAY_USAGE_DB, or \[bud"):
+        _with_acme(tmp_path, "soft_tokens_per_day = 1", {})

@@ -1,0 +1,1 @@
+"""What requests used and cost: calendar periods, the ledger of requests, and reports of it."""
