@@ -222,6 +222,16 @@ def fitted(outcomes: list[Outcome], key: dict[str, str]) -> StepModel:
     return StepModel(**told, error_p50_percent=p50, error_p95_percent=p95)
 
 
+def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
+    """Return what a step takes in each trial, by figure, for ``benchmarks.suite``."""
+    found: dict[str, dict[str, Any]] = {}
+    for outcome in outcomes:
+        trial = outcome.trial
+        label = f"a step, ms: {trial.sequences} sequences, prompts of {trial.prompt}, {trial.prefill} read beside them"
+        found.setdefault(label, {"better": "lower", "values": []})["values"].append(1e3 * outcome.point.seconds)
+    return found
+
+
 def error_percent(model: StepModel, point: Point) -> float:
     return 100 * abs(model.seconds(point.sequences, point.context_tokens, point.prefill_tokens) / point.seconds - 1)
 
@@ -243,7 +253,8 @@ def described(model: StepModel, outcomes: list[Outcome]) -> str:
 
 
 def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) -> int:
-    """Calibrate the engine of a replica: print the points and the model, write step_model.json.
+    """Calibrate the engine of a replica: print the points and the model, write step_model.json, and with ``out`` what
+    each trial took to calibrate.json.
 
     Returns 0, or 3 if the time was over before every trial was measured.
     Raises TridentError.
@@ -269,6 +280,8 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
             await target.close()
 
     outcomes = asyncio.run(measured())
+    if out is not None:
+        report.write_json({"compared": compared(outcomes)}, out, "calibrate")
     if left := len(set(trials) - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3

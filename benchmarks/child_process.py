@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from contract.errors import EngineFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
+# PR_SET_PDEATHSIG: SIGTERM when the thread that started it has ended, also if it was killed.
+_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 async def serve_until_input_closes(port: int) -> None:
@@ -46,11 +49,13 @@ def run(serve: Callable[[int], Coroutine[Any, Any, None]], description: str | No
 def spawn(
     command: Sequence[str], log: Path | None, environ: Mapping[str, str] | None = None, pipe_output: bool = True
 ) -> subprocess.Popen[str]:
-    """Start a process in a session of its own. Raises OSError.
+    """Start a process in a session of its own, which gets SIGTERM when this one is killed. Raises OSError.
 
     log: file for its standard error, and for its output unless ``pipe_output``; None for both into the pipe.
     """
     env = {**os.environ, **(environ or {})}
+    if shutil.which(command[0], path=env.get("PATH")) and threading.current_thread() is threading.main_thread():
+        command = [sys.executable, "-ISc", _END_WITH_PARENT, *command]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with ExitStack() as stack:
         errors: IO[str] | int = subprocess.STDOUT

@@ -151,8 +151,7 @@ def _add(container: argparse._ActionsContainer, name: str, default: object) -> N
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    # SIGTERM raises SystemExit, so that the servers we started are stopped.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         code = arguments.command(arguments)
         sys.stdout.flush()
@@ -167,6 +166,12 @@ def main(argv: Sequence[str]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    """Raise SystemExit, so that the servers we started are stopped; a second signal must not interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ import psutil
 
 _STUB = "triton_python_backend_stub"
 _WORKER = "python_backends.cpu_engine.worker"
-_STUB_ROLES = {"engine": "engine stub"}
+_STUB_ROLES = {"engine": "engine stub", "detokenizer_packed": "detokenizer"}
 # What the engine needs in any case; the others are what serving costs on top.
 ENGINE_ROLES = ("engine worker",)
 

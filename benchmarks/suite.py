@@ -152,6 +152,8 @@ PARTS = (
     Part("limits", "gateway", _LIMITS, 360, None, _limits),
     Part("efficiency", "efficiency", "--rounds 2", 480, (_EFFICIENCY_QUICK, 90), _efficiency),
     Part("hops", "hops", "--rounds 2", 240, None, _hops),
+    Part("textbook", "textbook", "--rounds 2", 180, ("--rounds 1 --concurrency 8 --tokens 32", 30)),
+    Part("calibrate", "calibrate", "--engine demo --seconds 90", 120),
     Part("cancel", "cancel", "--engine demo", 120, ("--engine demo --samples 10", 40), _cancel),
     Part("sweep", "sweep", "--engine demo --duration 5", 120, (_SWEEP_QUICK, 45), _sweep),
     Part("clients", "clients", "--engine demo", 480),

@@ -11,6 +11,7 @@ from typing import Protocol
 from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
 from clients import NO_RETRY, AsyncClient
+from clients.wire.connection import DEFAULT_MODEL
 from clients.wire.request import build
 from contract.generation import TokenDelta
 
@@ -64,14 +65,14 @@ class DeltaTarget(ABC):
 
 
 class EnsembleTarget(DeltaTarget):
-    """The ensemble over KServe gRPC, through the client library, on one connection."""
+    """An ensemble over KServe gRPC, through the client library, on one connection."""
 
-    def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True) -> None:
-        self._url, self._timeout_s, self._timings = url, timeout_s, timings
+    def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True, model: str = DEFAULT_MODEL) -> None:
+        self._url, self._timeout_s, self._timings, self._model = url, timeout_s, timings, model
         self._client: AsyncClient | None = None  # made in the event loop that uses it
 
     def open(self, request: PlannedRequest) -> DeltaStream:
-        self._client = self._client or AsyncClient(self._url, retry=NO_RETRY)
+        self._client = self._client or AsyncClient(self._url, retry=NO_RETRY, model=self._model)
         built = build(
             request.prompt,
             max_tokens=request.max_tokens,

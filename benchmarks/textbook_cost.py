@@ -1,6 +1,6 @@
-"""Measure what a response and a token cost in our ensemble and in a textbook one (``benchmarks/textbook``), in turn.
+"""Measure what a response and a token cost in our ensembles and in a textbook one (``benchmarks/textbook``), in turn.
 
-Both have the same engine, which computes nothing and makes a token for every sequence at a fixed pace; at pace 0 the
+All have the same engine, which computes nothing and makes a token for every sequence at a fixed pace; at pace 0 the
 table shows how much one replica can pass. Counted is the CPU of tritonserver and its stubs.
 """
 
@@ -30,17 +30,21 @@ from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaStream, EnsembleTarget
 from benchmarks.workload import PlannedRequest, Workload
 from clients.wire import infer_request
+from clients.wire.connection import DEFAULT_MODEL
+from contract import packed_delta
 from contract.errors import EngineFailed, TridentError
 from contract.generation import TokenDelta
 from server import installation, ports, shared_memory, triton_command
 from server.admin import fetch
+from server.repository import read_pipeline
 from server.settings import PORT_FIELDS, Settings
 
-TEXTBOOK, EVERY_TOKEN, OURS = "textbook", "ours, 1 token/msg", "ours"
-_COSTS: tuple[Callable[[Batch], float], ...] = (  # µs per response and per token
-    lambda batch: batch.serving_us * batch.tokens / batch.messages,
-    lambda batch: batch.serving_us,
-)
+TEXTBOOK, OURS = "textbook", {"ensemble": DEFAULT_MODEL, "packed": packed_delta.MODEL}
+Cost = Callable[[Batch], float]
+_COSTS: dict[str, Cost] = {  # µs
+    "response": lambda batch: batch.serving_us * batch.tokens / batch.messages,
+    "token": lambda batch: batch.serving_us,
+}
 INPUT_TOKENS, START_S = 64, 60.0
 _MOCK = "from benchmarks.mock_engine import TritonPythonModel  # noqa: F401\n"
 # SCHED_BATCH (3), as the supervisor starts its own, so that the two differ in nothing else.
@@ -74,7 +78,8 @@ def triton(repository: Path, engine: str, env: Mapping[str, str]) -> Iterator[Se
         free: dict[str, Any] = dict(zip(PORT_FIELDS, ports.free(3), strict=True))
         settings = Settings(model_repository=repository, state_dir=folder, engine=engine, **free)
         found, prefix = installation.find(), shared_memory.port_prefix(settings.grpc_port)
-        argv = triton_command.arguments(settings, found, found.link_backends(folder), prefix)
+        models = read_pipeline(repository, engine).names
+        argv = triton_command.arguments(settings, found, found.link_backends(folder), prefix, models=models)
         variables = triton_command.environment(settings, found, ENGINES / engine, prefix, env)
         log = folder / "log"
         stack.callback(shared_memory.clean, prefix)
@@ -102,9 +107,11 @@ def measure(
         (mock / "engine" / "1" / "model.py").write_text(_MOCK)
         textbook = stack.enter_context(triton(ROOT / "benchmarks" / "textbook", engine, env))
         paths = {TEXTBOOK: ServingPath(TEXTBOOK, textbook, TextbookTarget(textbook.url, prompts), prompts)}
-        for name, more in ((EVERY_TOKEN, EVERY_TOKEN_ENV), (OURS, {})):
+        for sends, more in ((", 1 token/msg", EVERY_TOKEN_ENV), ("", {})):
             server = stack.enter_context(triton(mock, engine, env | more))
-            paths[name] = ServingPath(name, server, EnsembleTarget(server.url, timings=False), prompts)
+            for name, model in OURS.items():
+                target = EnsembleTarget(server.url, timings=False, model=model)
+                paths[name + sends] = ServingPath(name + sends, server, target, prompts)
         found: dict[int, dict[str, list[Batch]]] = {at: {name: [] for name in paths} for at in concurrencies}
 
         async def batches() -> None:
@@ -126,16 +133,33 @@ def described(found: dict[int, dict[str, list[Batch]]]) -> str:
     for concurrency, paths in found.items():
         for name, batches in paths.items():
             cells = []
-            for cost in _COSTS:
-                pairs = zip(map(cost, batches), map(cost, paths[TEXTBOOK]), strict=True)
-                # A short batch may take no tick of CPU.
-                ratios = [own / textbook for own, textbook in pairs if textbook]
+            for cost in _COSTS.values():
+                ratios = _ratios(cost, batches, paths[TEXTBOOK])
                 cells += [report.number(statistics.median(map(cost, batches))), _range(ratios)]
             rates = [(b.tokens / b.messages, b.messages / b.wall_s, b.tokens_per_s) for b in batches]
             cells += [report.number(statistics.median(values), 2) for values in zip(*rates, strict=True)]
             rows.append((name, concurrency, *cells))
     header = ("CPU µs", "at", "per response", "of textbook", "per token", "of textbook")
     return report.table(rows, (*header, "tok/msg", "messages/s", "tokens/s"))
+
+
+def _ratios(cost: Cost, batches: Sequence[Batch], textbook: Sequence[Batch]) -> list[float]:
+    """Return the costs over those of the textbook in the same rounds. A short batch of it may take no tick of CPU."""
+    return [cost(own) / cost(its) for own, its in zip(batches, textbook, strict=True) if cost(its)]
+
+
+def compared(found: dict[int, dict[str, list[Batch]]]) -> dict[str, dict[str, object]]:
+    """Return the ratios to the textbook by figure, for ``benchmarks.suite``."""
+    return {
+        f"CPU of the textbook's: a {unit}, {name}, {at}": {
+            "better": "lower",
+            "values": _ratios(cost, batches, paths[TEXTBOOK]),
+        }
+        for at, paths in found.items()
+        for name, batches in paths.items()
+        for unit, cost in _COSTS.items()
+        if name != TEXTBOOK
+    }
 
 
 def _range(values: Sequence[float]) -> str:
@@ -153,4 +177,5 @@ def run(engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, 
     every = [batch for paths in found.values() for batches in paths.values() for batch in batches]
     print(report.disturbance(statistics.mean(batch.others_share for batch in every)), flush=True)
     kept = [asdict(batch) for batch in every]
-    return report.write_json({"conditions": conditions, "step_ms": step_ms, "batches": kept}, out, "textbook")
+    table = {"conditions": conditions, "step_ms": step_ms, "batches": kept, "compared": compared(found)}
+    return report.write_json(table, out, "textbook")

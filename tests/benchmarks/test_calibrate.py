@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import calibrate
-from benchmarks.calibrate import Experiment, Outcome, Trial
+from benchmarks.calibrate import Experiment, Outcome, Trial, compared
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.generation import Timings
@@ -123,3 +123,10 @@ def test_the_model_of_known_steps_is_found_and_says_how_far_the_points_are():
     assert noisy.seconds(6, 1000, 50) == pytest.approx(model.seconds(6, 1000, 50)) and noisy.points == len(steps) + 1
     text = calibrate.described(noisy, disturbed)
     assert "error p50" in text and "-67 %" in text and step_model.TERMS[0] in text
+
+
+def test_what_a_step_takes_is_compared_by_trial():
+    trials = [Outcome(Trial(4, 32, 0), Point(4, 100, 0, seconds)) for seconds in (0.01, 0.012)]
+    assert compared(trials) == {
+        "a step, ms: 4 sequences, prompts of 32, 0 read beside them": {"better": "lower", "values": [10.0, 12.0]}
+    }

@@ -1,5 +1,9 @@
+import contextlib
+import signal
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from benchmarks import child_process
@@ -20,3 +24,24 @@ def test_a_process_that_ends_early_is_an_error_with_its_log(tmp_path):
         child.wait()
         with pytest.raises(EngineFailed, match="no such weights"):
             child_process.first_line(child, tmp_path / "log")
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_ends_with_the_run_that_is_ended_from_outside(tmp_path, ended_by):
+    served = "import time; print(1, flush=True); time.sleep(600)"
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from benchmarks import child_process\n"
+        f"log = Path({str(tmp_path / 'log')!r})\n"
+        f"with child_process.process([sys.executable, '-c', {served!r}], log) as child:\n"
+        "    child_process.first_line(child, log)\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=child_process.ROOT, stdout=subprocess.PIPE) as run:
+        pid = int(run.stdout.readline())
+        run.send_signal(ended_by)
+        run.wait(60)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(60)

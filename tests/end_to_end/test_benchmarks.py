@@ -23,7 +23,7 @@ def benchmark(engine_dir, tmp_path):
 def test_efficiency_measures_every_path_on_equal_work(benchmark):
     output, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
     batches = {batch["path"]: batch for batch in kept["batches"]["demo"]}
-    assert set(batches) == {"raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"}
+    assert set(batches) == {"raw engine", "engine, gRPC", "ensemble", "packed ensemble", "ensemble, 1 token/msg"}
     assert {batch["tokens"] for batch in batches.values()} == {4 * 128}
     assert all(batch["engine_cpu_s"] > 0 and len(batch["ttfts_s"]) == 4 for batch in batches.values())
     assert set(batches["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}
@@ -48,6 +48,7 @@ def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
 def test_a_textbook_ensemble_is_measured_beside_ours(benchmark):
     _, kept = benchmark("textbook", "--rounds", "1", "--concurrency", "2", "--tokens", "8", "--step-ms", "2")
     batches = {batch["path"]: batch for batch in kept["batches"]}
-    assert set(batches) == {"textbook", "ours, 1 token/msg", "ours"}
+    ours = {"ensemble, 1 token/msg", "packed, 1 token/msg", "ensemble", "packed"}
+    assert set(batches) == {"textbook"} | ours and len(kept["compared"]) == 2 * len(ours)
     assert {batch["tokens"] for batch in batches.values()} == {2 * 8}
     assert all(batch["serving_cpu_s"].keys() >= {"tritonserver", "engine stub"} for batch in batches.values())
