@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -279,6 +280,17 @@ class TokenDelta:
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     sections: Sections | None = None
     prompt_ids: int = 0
+
+    @property
+    def parts(self) -> Sequence[tuple[str, str | ToolCallDelta]]:
+        """All that it adds, in order: kind (text, reasoning or call) and part."""
+        sections = self.sections
+        if sections is None:
+            return (("text", self.text),)
+        if sections.parts:
+            return sections.parts
+        calls = (("call", call) for call in sections.tool_calls)
+        return (("reasoning", sections.reasoning), ("text", self.text), *calls)
 
 
 def _ids(name: str, ids: tuple[int, ...]) -> None:

@@ -39,6 +39,7 @@ from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
+from gateway.hooks.hooks import Hooks
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
@@ -110,6 +111,8 @@ class Service:
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.shared_state = SharedState(settings.redis) if settings.redis else None
         self.authentication = Authentication(settings, configuration, keys, self.shared_state)
+        self.hooks = Hooks(self.authentication.named, self.metrics.registry)
+        self.authentication.hook = self.hooks.authenticated
         if self.shared_state is not None:
             self._concurrency = GatewayCaps(self._concurrency, self.shared_state)
         self.admission = FairAdmission(
@@ -183,6 +186,7 @@ class Service:
 
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
+        self.hooks.change()
         policy, pools = self.configuration.policy, self.configuration.pools
         self.authentication.apply()
         self.models.change(self._table(policy))
@@ -281,9 +285,10 @@ class Service:
         return found
 
     def _prepare(self, policy: Policy) -> None:
-        """Load the tokenizers of all models, and check that samples have a folder. Raises InvalidArgument."""
+        """Load the hooks and the models' tokenizers, and check that samples have a folder. Raises InvalidArgument."""
         if policy.samples is not None and policy.samples.keeps and self.settings.samples is None:
             raise InvalidArgument("samples", f"keeps text and needs {variable('samples')}, the folder for it")
+        self.hooks.prepare(policy.hooks)
         for name, rules in self._table(policy).items():
             if rules.tokenizer is not None:
                 try:
@@ -308,6 +313,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.hooks.close()
         await self.authentication.close()
         await self.shadow.close()
         await self.samples.close()

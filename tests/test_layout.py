@@ -38,6 +38,8 @@ OUTER_EDGES = (
     "python_backends/*/response_senders.py",
     "python_backends/detokenizer/request_id_streams.py",
     "gateway/api/openai_http.py",
+    "gateway/hooks/hook.py",
+    "gateway/hooks/runner.py",
     "cluster/ray/policy.py",
     "gateway/samples/recorder.py",  # an operator's function for redaction
     "gateway/cache/coalescing.py",  # a task that many readers wait for
@@ -158,6 +160,7 @@ GATEWAY_LAYERS = (
     ("encoding",),
     ("generation",),
     ("choices",),
+    ("hooks",),
     ("service",),
     ("cache", "tools"),
     ("api",),

@@ -47,8 +47,10 @@ from contract.generation import GenerationRequest, Guide
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
+from gateway.choices import ChoiceDelta
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
+from gateway.hooks.hooks import RequestHooks
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
 from gateway.service import Service
@@ -60,6 +62,8 @@ DEFAULT_MAX_TOKENS = 128  # the tokenizer model's default
 MAX_REQUESTS_PER_STREAM = 256  # in flight at once; the stream is not read further until one ends
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
+SHOW_TEXT = frozenset({"output_ids", "top_log_probs_ids"})  # as text_output does, in another form
+_CHANGEABLE = frozenset({"text_input", "messages", "max_tokens"})
 _CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
 _REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
@@ -218,7 +222,31 @@ class KServeEndpoint(GrpcEndpoint):
         service = self._service
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
         request_context = _request_context(tenant, request, carrier)
+        with service.hooks.call(request_context) as hooks:
+            if hooks is not None:
+                (changed,) = await hooks.changed((generation_request,), request.model_name, "", _CHANGEABLE)
+                generation_request = _changed(request, generation_request, changed)
+                if hooks.filters:
+                    _check_shows_no_ids(request)
+            error = await self._generated(request, generation_request, request_context, hooks, context, writer)
+            if hooks is not None:
+                hooks.error = error
+            return error
+
+    async def _generated(
+        self,
+        request: service_pb2.ModelInferRequest,
+        generation_request: GenerationRequest,
+        request_context: RequestContext,
+        hooks: RequestHooks | None,
+        context: grpc.aio.ServicerContext,
+        writer: _Writer,
+    ) -> TridentError | None:
+        """Generate what hooks made of a request; see ``_generate``."""
+        service = self._service
         request_context = await service.routed(request.model_name, (generation_request,), request_context)
+        if hooks is not None:
+            hooks.call.model = request_context.model.name
         if adapter := request_context.model.adapter:
             generation_request = replace(generation_request, adapter=adapter)
         choices = await service.choices((generation_request,), request_context)
@@ -231,10 +259,12 @@ class KServeEndpoint(GrpcEndpoint):
             hidden = request_counts(request)
             if service.tracing.on:
                 hidden |= request_timings(request)
+            if hooks is not None and hooks.filters:
+                hidden |= SHOW_TEXT
             request.model_name = service.settings.triton_model
             set_adapter(request, request_context.model.adapter)
             generation.relay(request.SerializeToString(), partial(continued, request))
-            error = await self._relay(generation, hidden, writer, request_context)
+            error = await self._relay(generation, hidden, writer, request_context, hooks)
             writer.set_trailers(choices.headers)
             return error
         except asyncio.CancelledError as exc:
@@ -254,7 +284,12 @@ class KServeEndpoint(GrpcEndpoint):
             generation.close(error)
 
     async def _relay(
-        self, generation: Generation, hidden: Collection[str], writer: _Writer, request_context: RequestContext
+        self,
+        generation: Generation,
+        hidden: Collection[str],
+        writer: _Writer,
+        request_context: RequestContext,
+        hooks: RequestHooks | None,
     ) -> TridentError | None:
         """Relay the messages of one request as they come, without the outputs that are hidden from the caller. Return
         the error that a relayed message carried."""
@@ -268,6 +303,9 @@ class KServeEndpoint(GrpcEndpoint):
                 if deferred is not None:  # it came behind text in this message
                     data = with_error(data, for_caller(from_backend(deferred), request_context.request_id))
                     relayed = None if hidden else deferred
+                if hooks is not None and delta is not NO_OUTPUTS:
+                    text = (await hooks.output(ChoiceDelta(0, delta))).delta.text
+                    data = data if text == delta.text else with_text(data, text)
                 if hidden and delta is not NO_OUTPUTS:
                     data = without_outputs(data, hidden)
                 await writer.write(data)
@@ -377,6 +415,26 @@ def take_priority(request: service_pb2.ModelInferRequest) -> float:
     return priority.read(given)
 
 
+def _changed(
+    request: service_pb2.ModelInferRequest, before: GenerationRequest, after: GenerationRequest
+) -> GenerationRequest:
+    """Write into a request what hooks changed, and return ``after``."""
+    if after.text_input != before.text_input and after.text_input is not None:
+        _put(request, "text_input", "BYTES", (after.text_input.encode(),))
+    if after.messages != before.messages and after.messages is not None:
+        _put(request, "messages", "BYTES", (json.dumps(after.messages).encode(),))
+    if after.max_tokens != before.max_tokens:
+        set_max_tokens(request, after.max_tokens)
+    return after
+
+
+def _check_shows_no_ids(request: service_pb2.ModelInferRequest) -> None:
+    """Raises InvalidArgument if the request names an output that shows a text which hooks may change."""
+    for output in request.outputs:
+        if output.name in SHOW_TEXT:
+            raise InvalidArgument(output.name, "must be left out: hooks of this gateway may change the output")
+
+
 def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
     """Overwrite the request's ``max_tokens``."""
     _put(request, "max_tokens", "INT32", (max_tokens,))
@@ -480,6 +538,15 @@ def with_error(data: bytes, error: TridentError) -> bytes:
     for index, tensor in enumerate(response.outputs):
         if tensor.name == "error_message":
             response.raw_output_contents[index] = _raw("BYTES", text.encode())
+    return message.SerializeToString()
+
+
+def with_text(data: bytes, text: str) -> bytes:
+    """Return a serialised response with ``text`` in ``text_output``."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    for index, tensor in enumerate(message.infer_response.outputs):
+        if tensor.name == "text_output":
+            message.infer_response.raw_output_contents[index] = _raw("BYTES", text.encode())
     return message.SerializeToString()
 
 

@@ -31,9 +31,10 @@ from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.sse import EventEncoder, Formatter, usage_fields
 from gateway.api.vocabulary import Vocabulary, vocabulary_of
 from gateway.cache.reuse import ResponseDeltas, ResponseReuse
-from gateway.choices import ChoiceDelta, together
+from gateway.choices import ChoiceDelta, ChoiceDeltas, together
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
+from gateway.hooks.hooks import RequestHooks
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry.metrics import refusal_reason
@@ -119,16 +120,20 @@ class OpenAIEndpoint:
         timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
-        requests, context, rules = await _routed(self._service, body, context, timeout_s)
-        async with _admitted(body, requests, context, self._reuse.open) as stream:
-            vocabulary = _vocabulary(self._service, context, self._vocabulary)
-            # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
-            headers = partial(response_headers, request_id, stream.headers)
-            if rules is not None:
-                cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
-                replayed = tuple(map(cutters.cut, stream.replayed))
-                stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
-            await self._respond(response, body, stream, vocabulary, headers, context)
+        with self._service.hooks.call(context) as hooks:
+            requests, context, rules = await _routed(self._service, body, context, timeout_s, hooks)
+            async with _admitted(body, requests, context, self._reuse.open) as stream:
+                vocabulary = _vocabulary(self._service, context, self._vocabulary)
+                # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
+                headers = partial(response_headers, request_id, stream.headers)
+                if rules is not None:
+                    cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
+                    replayed = tuple(map(cutters.cut, stream.replayed))
+                    stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
+                if hooks is not None:
+                    replayed = tuple([await hooks.output(item) for item in stream.replayed])
+                    stream = replace(stream, deltas=hooks.deltas(stream.deltas), replayed=replayed)
+                await self._respond(response, body, stream, vocabulary, headers, context)
 
     async def _read(self, data: bytes, tenant: Tenant) -> Body:
         """Return the body in ``data``. Raises: InvalidArgument."""
@@ -199,14 +204,17 @@ async def complete(
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
     max_s = service.settings.request_timeout_s
-    requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s))
-    vocabulary = _vocabulary(service, context, vocabulary)
-    formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
-    async with _admitted(body, requests, context, service.choices) as choices:
-        deltas: AsyncIterable[ChoiceDelta] = choices
-        if rules is not None:
-            deltas = CutDeltas(aiter(choices), ChoiceCutters(rules, vocabulary, context.request_id))
-        return await _collect(formatter, deltas, body, context.request_id)
+    with service.hooks.call(context) as hooks:
+        requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s), hooks)
+        vocabulary = _vocabulary(service, context, vocabulary)
+        formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
+        async with _admitted(body, requests, context, service.choices) as choices:
+            deltas: ChoiceDeltas = aiter(choices)
+            if rules is not None:
+                deltas = CutDeltas(deltas, ChoiceCutters(rules, vocabulary, context.request_id))
+            if hooks is not None:
+                deltas = hooks.deltas(deltas)
+            return await _collect(formatter, deltas, body, context.request_id)
 
 
 class _Closable(Protocol):
@@ -217,7 +225,7 @@ _Deltas = TypeVar("_Deltas", bound=_Closable)
 
 
 async def _routed(
-    service: Service, body: Body, context: RequestContext, timeout_s: float
+    service: Service, body: Body, context: RequestContext, timeout_s: float, hooks: RequestHooks | None
 ) -> tuple[list[GenerationRequest], RequestContext, CutterRules | None]:
     """Return the choices of a body, the context with their model, whose name the response carries, and what is cut."""
     user = getattr(body, "safety_identifier", None) or body.user or ""
@@ -227,7 +235,11 @@ async def _routed(
         used = prompting.prepared(service.prompts, body.prompt, context)
         body.use(used)
     requests = body.generations(service.settings, timeout_s)
+    if hooks is not None:
+        requests = await hooks.changed(requests, body.model, user)
     context = await service.routed(body.model, requests, context)
+    if hooks is not None:
+        hooks.call.model = context.model.name
     if used is not None:
         context = await prompting.weighed(used, requests[0], context)
     if context.model.rules.context is not None:

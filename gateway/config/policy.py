@@ -25,6 +25,7 @@ from contract.errors import InvalidArgument
 from contract.generation import Usage
 from gateway.config.calendar import check_zone
 from gateway.config.context import ContextRules
+from gateway.config.hooks import HookRules
 from gateway.config.identity import IdentityRules
 from gateway.config.release import ReleaseRules
 from gateway.config.samples import SampleRules
@@ -321,6 +322,7 @@ class Policy(BaseModel):
     pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     models: Mapping[_ModelName, ModelRules] = {}
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
+    hooks: Mapping[_Name, HookRules] = {}
     prices: Prices | None = None
     identity: IdentityRules = IdentityRules()
     samples: SampleRules | None = None

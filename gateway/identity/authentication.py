@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from contract.errors import PermissionDenied, Unauthenticated, Unavailable
@@ -24,6 +24,7 @@ class Authentication:
     """The ways of one gateway to say who one is. Call ``apply`` on the loop that serves, and ``close`` at the end.
 
     keys: finds the tenant of an API key; the configuration by default.
+    hook: is asked first; returns None where keys and tokens shall say who asks.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Authentication:
         self._configuration, self._keys = configuration, keys or configuration
         self._admin_token = SecretFile(lambda: settings.admin_token) if settings.admin_token_file else None
         self._tokens = Tokens(configuration.member)
+        self.hook: Callable[[Mapping[str, str]], Awaitable[Tenant | None]] | None = None
         self.audit = Audit(settings.audit_log)
         self.stored = stored_keys(settings, configuration, shared_state)
         configuration.stored_keys = self.stored is not None
@@ -60,7 +62,7 @@ class Authentication:
 
         Raises: Unauthenticated, PermissionDenied for who has a role and no team, Unavailable.
         """
-        found = await self._caller(bearer_token(headers.get("authorization", "")))
+        found = await self._caller(bearer_token(headers.get("authorization", "")), headers)
         if found.tenant is None:
             raise PermissionDenied("this token belongs to no team that may use this gateway")
         return found.tenant
@@ -70,9 +72,11 @@ class Authentication:
         bearer = bearer_token(headers.get("authorization", ""))
         if self._admin_token is not None and hmac.compare_digest(bearer.encode(), self._admin_token.secret):
             return Principal("operator", "operators' token")
-        return await self._caller(bearer)
+        return await self._caller(bearer, headers)
 
-    async def _caller(self, bearer: str) -> Principal:
+    async def _caller(self, bearer: str, headers: Mapping[str, str]) -> Principal:
+        if self.hook is not None and (by_hook := await self.hook(headers)) is not None:
+            return of_tenant(by_hook)
         if self._tokens.takes(bearer):
             return await self._tokens.principal(bearer)
         found = self.stored.find(bearer) if self.stored is not None else None

@@ -6,7 +6,7 @@ The response is the same for every division of the output into deltas: that of a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from contract.errors import EngineFailed, InvalidArgument, Overloaded, TridentError
@@ -53,7 +53,7 @@ class ResponseFold:
             self._add("response.created", response=dict(self.response))
             self._add("response.in_progress", response=dict(self.response))
         self._waiting += self._log_probs(delta)
-        for kind, part in _parts(delta):
+        for kind, part in delta.parts:
             if isinstance(part, ToolCallDelta):
                 self._write_call(part)
             elif part:
@@ -183,17 +183,6 @@ class ResponseEvents:
 
     def failed(self, error: TridentError) -> bytes:
         return b"".join(map(_encode, self._fold.failed(error)))
-
-
-def _parts(delta: TokenDelta) -> Sequence[tuple[str, str | ToolCallDelta]]:
-    """Return what a delta adds, in order."""
-    sections = delta.sections
-    if sections is None:
-        return (("text", delta.text),)
-    if sections.parts:
-        return sections.parts
-    calls = (("call", call) for call in sections.tool_calls)
-    return (("reasoning", sections.reasoning), ("text", delta.text), *calls)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

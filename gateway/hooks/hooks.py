@@ -1,0 +1,217 @@
+"""The hooks of a gateway as its configuration names them, and their calls for one request."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import groupby
+from types import TracebackType
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from contract.errors import Cancelled, InvalidArgument, TridentError, Unauthenticated
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.prompt_tokens import prompt_of
+from gateway.choices import ChoiceDelta, ChoiceDeltas, total
+from gateway.config.hooks import HookRules
+from gateway.config.tenant import Tenant
+from gateway.hooks.call import Call, Outcome
+from gateway.hooks.hook import HookFailed, HookMetrics, LoadedHook, WrongValue
+from gateway.hooks.output import ChoiceOutput
+from gateway.request_context import RequestContext
+
+# What hooks may change of a request; the rest says how its response is read and sent.
+CHANGEABLE = frozenset(
+    ("text_input", "messages", "input_ids", "chat_template_kwargs", "max_tokens", "sampling", "stop", "stop_token_ids")
+    + ("bad_words", "guide")
+)
+CLOSE_S = 2.0  # that the ends of requests may take when the gateway stops
+
+
+class Hooks:
+    """The hooks of one gateway. ``prepare`` those of a configuration, then ``change`` to them."""
+
+    def __init__(self, named: Callable[[str, str], Tenant | None], registry: CollectorRegistry) -> None:
+        """named: returns the tenant of a team's key, by both names; see config.tenants.Keys."""
+        self._named, self._metrics = named, HookMetrics(registry)
+        self._hooks: tuple[LoadedHook, ...] = ()
+        self._prepared: tuple[LoadedHook, ...] = ()
+        self._ends: set[asyncio.Task] = set()
+
+    def prepare(self, rules: Mapping[str, HookRules]) -> None:
+        """Load what is new or has other rules. Raises: InvalidArgument that names the hook and the field."""
+        known = {hook.name: hook for hook in self._hooks}
+        self._prepared = tuple(
+            known[name] if name in known and known[name].rules == rule else LoadedHook(name, rule, self._metrics)
+            for name, rule in rules.items()
+        )
+
+    def change(self) -> None:
+        """Call the prepared hooks for later requests."""
+        self._hooks = self._prepared
+
+    async def authenticated(self, headers: Mapping[str, str]) -> Tenant | None:
+        """Return the tenant that a hook finds for a request; None if none does.
+
+        Raises: Unauthenticated for a key that the configuration does not have, and what LoadedHook.call raises.
+        """
+        for hook in self._hooks:
+            if not hook.has("authenticate"):
+                continue
+            try:
+                key = await hook.call("authenticate", headers, check=_key)
+            except HookFailed:
+                continue
+            if key is not None:
+                tenant = self._named(key.rpartition("/")[0], key)
+                if tenant is None:
+                    raise Unauthenticated(f"the hook {hook.name} names a key that this gateway does not have")
+                return tenant
+        return None
+
+    def call(self, context: RequestContext) -> AbstractContextManager[RequestHooks | None]:
+        """Return the hooks of one request, None where there are none. On exit their ``end`` is called."""
+        hooks = [hook for hook in self._hooks if hook.serves(context.tenant)] if self._hooks else ()
+        return RequestHooks(hooks, context, self._ends) if hooks else nullcontext()
+
+    async def close(self) -> None:
+        """Wait for the ends of requests."""
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=CLOSE_S)
+
+
+class RequestHooks:
+    """The hooks of one request."""
+
+    def __init__(self, hooks: Sequence[LoadedHook], context: RequestContext, ends: set[asyncio.Task]) -> None:
+        self._hooks, self._ends, self._began_s = hooks, ends, time.monotonic()
+        self._filtering = [hook for hook in hooks if hook.has("output")]
+        self.call = Call(
+            context.request_id,
+            context.tenant.name,
+            context.protocol,
+            context.operation,
+            context.carrier,
+            context.session,
+        )
+        self._requests: Sequence[GenerationRequest] = ()
+        self._outputs: dict[int, ChoiceOutput] = {}
+        self._usages: dict[int, Usage | None] = {}
+        self._finish_reasons: list[str] = []
+        self.error: TridentError | None = None  # that was told in band
+
+    def __enter__(self) -> RequestHooks:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        error = error or self.error
+        seen = error if isinstance(error, TridentError) or error is None else Cancelled("the caller left")
+        usages = [self._usages.get(choice) for choice in range(len(self._requests))]
+        usage = total(usages, [id(prompt_of(request)) for request in self._requests])
+        outcome = Outcome(tuple(self._finish_reasons), usage, seen, time.monotonic() - self._began_s)
+        for hook in self._hooks:
+            if hook.has("end"):
+                task = asyncio.ensure_future(_ended(hook, outcome, self.call))
+                self._ends.add(task)
+                task.add_done_callback(self._ends.discard)
+
+    @property
+    def filters(self) -> bool:
+        """Whether a hook may change the output."""
+        return bool(self._filtering)
+
+    async def changed(
+        self, requests: Sequence[GenerationRequest], model: str, user: str, allowed: frozenset[str] = CHANGEABLE
+    ) -> list[GenerationRequest]:
+        """Return the requests as the hooks want them; each prompt is shown once for all its choices.
+
+        model, user: as the request names them. allowed: fields that may change.
+        Raises: InvalidArgument where log probabilities would show an output that hooks may change.
+        """
+        self._requests, self.call.model, self.call.user = requests, model, user
+        sampling = requests[0].sampling
+        if self._filtering and (sampling.log_probs or sampling.top_log_probs):
+            raise InvalidArgument("logprobs", "must be left out: hooks of this gateway may change the output")
+        found: list[GenerationRequest] = []
+        for _, group in groupby(requests, key=lambda request: id(prompt_of(request))):
+            choices = list(group)
+            after = before = choices[0]
+            for hook in self._hooks:
+                if hook.has("request"):
+                    check = partial(_checked, after, allowed)
+                    try:
+                        after = await hook.call("request", after, self.call, check=check)
+                    except HookFailed:
+                        pass
+            found += choices if after is before else [_as_changed(choice, before, after) for choice in choices]
+        self._requests = found
+        return found
+
+    async def deltas(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
+        """Yield the deltas of a response as the hooks want them, as many as without; closing it closes those."""
+        try:
+            async for item in deltas:
+                yield await self.output(item)
+        finally:
+            await deltas.aclose()
+
+    async def output(self, item: ChoiceDelta) -> ChoiceDelta:
+        """Return a delta as the hooks want it, and take note of its end."""
+        choice, delta = item
+        if delta.finish_reason:
+            self._finish_reasons.append(delta.finish_reason.value)
+            self._usages[choice] = delta.usage
+        if not self._filtering:
+            return item
+        output = self._outputs.get(choice)
+        if output is None:
+            output = self._outputs[choice] = ChoiceOutput(self._filtering, self.call)
+        return ChoiceDelta(choice, await output.changed(delta))
+
+
+async def _ended(hook: LoadedHook, outcome: Outcome, call: Call) -> None:
+    try:
+        await hook.call("end", outcome, call)
+    except (HookFailed, TridentError):
+        pass  # it is logged and counted; the response has been sent
+
+
+def _key(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise WrongValue(f"must return the name of a key or None, got {type(value).__name__}")
+    return value
+
+
+def _checked(before: GenerationRequest, allowed: frozenset[str], value: Any) -> GenerationRequest:
+    """Return the request that a hook made of ``before``. Raises WrongValue."""
+    if value is None:
+        return before
+    if not isinstance(value, GenerationRequest):
+        raise WrongValue(f"must return a GenerationRequest or None, got {type(value).__name__}")
+    kept = [name for name in value.__dataclass_fields__ if getattr(value, name) == getattr(before, name)]
+    if wrong := value.__dataclass_fields__.keys() - {*kept, *allowed}:
+        raise WrongValue(f"may not change {', '.join(wrong)}; allowed here are {', '.join(sorted(allowed))}")
+    try:
+        after = value.validate()
+        if after.messages is not None:
+            after = dataclasses.replace(after, messages=tuple(after.messages))
+        if not all(isinstance(message["role"], str) for message in after.messages or ()):
+            raise TypeError
+    except (InvalidArgument, TypeError, LookupError) as exc:
+        raise WrongValue(f"must return a request that can be served: {type(exc).__name__}") from exc
+    return after
+
+
+def _as_changed(choice: GenerationRequest, before: GenerationRequest, after: GenerationRequest) -> GenerationRequest:
+    """Return a choice with what a hook changed of its prompt's first one. Seeds stay apart as they were."""
+    changes = {name: getattr(after, name) for name in CHANGEABLE}
+    seed = after.sampling.seed
+    if seed is not None and choice.sampling.seed is not None and before.sampling.seed is not None:
+        seed += choice.sampling.seed - before.sampling.seed
+        changes["sampling"] = dataclasses.replace(after.sampling, seed=seed % 2**64)
+    return dataclasses.replace(choice, **changes)

@@ -1,0 +1,28 @@
+"""Hooks in the configuration file."""
+
+import pytest
+
+from contract.errors import InvalidArgument
+from gateway.config import policy
+
+
+def test_hooks_keep_the_order_of_the_file():
+    read = policy.read("f", {"hooks": {"b": {"use": "x", "tenants": ["acme"]}, "a": {"use": "y:z"}}}, {})
+    assert list(read.hooks) == ["b", "a"] and read.hooks["b"].tenants == ("acme",)
+    assert read.hooks["a"].on_failure == "closed" and read.hooks["a"].timeout_ms == 100.0
+
+
+@pytest.mark.parametrize(
+    "table, problem",
+    [
+        ({}, "hooks.a.use: is missing"),
+        ({"use": ""}, "hooks.a.use: "),
+        ({"use": "x", "timeout_ms": 0.0}, "hooks.a.timeout_ms: "),
+        ({"use": "x", "on_failure": "ajar"}, "hooks.a.on_failure: .*'open' or 'closed'"),
+        ({"use": "x", "tenants": "acme"}, "hooks.a.tenants: "),
+        ({"use": "x", "timeout": 5}, "hooks.a.timeout: is not known: must be one of use, options"),
+    ],
+)
+def test_wrong_fields_are_named(table: dict, problem: str):
+    with pytest.raises(InvalidArgument, match=problem):
+        policy.read("f", {"hooks": {"a": table}}, {})
