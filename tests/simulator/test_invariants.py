@@ -89,6 +89,6 @@ def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path):
 
 def test_budget_that_is_never_settled_is_found(monkeypatch, tmp_path: Path):
     (tmp_path / "gateway.toml").write_text(KEYS)
-    monkeypatch.setattr(MemoryStore, "settle", skipping(MemoryStore.settle, 3))
+    monkeypatch.setattr(MemoryStore, "settle", skipping(MemoryStore.settle, 0))
     table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
     assert simulated(folder=tmp_path, **table).violations["reserved budget was not settled"] == 1
