@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -113,6 +114,7 @@ def build(service: Service) -> ASGIApp:
             *admin.routes(service),
             *samples.routes(service),
             *usage.routes(service),
+            Route("/v1/feedback", answered(partial(samples.feedback, service)), methods=["POST"]),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),
         ],

@@ -497,7 +497,11 @@ class Generation:
     def _record(self, error: TridentError | None, attempts: int) -> None:
         """Write metrics, spans and the log line of the end."""
         pool, replica = self._location()
-        usage = self.usage
+        usage, recording = self.usage, self.recording
+        tokens: dict[str, Any] = {
+            "input_tokens": usage.input_tokens if usage else 0,
+            "output_tokens": usage.output_tokens if usage else 0,
+        }
         self._runtime.metrics.ended(
             self._context.operation,
             self._context.model.name,
@@ -506,48 +510,27 @@ class Generation:
             first_s=self.first_s,
             finish_reason=self.finish_reason,
             error_type=error_type(error),
-            input_tokens=usage.input_tokens if usage else 0,
-            output_tokens=usage.output_tokens if usage else 0,
+            **tokens,
             whole=self.tokens == self._first_tokens,
             attempts=attempts,
             tenant=self._context.tenant,
         )
-        self._keep(error, pool, usage)
         location = {"server.address": replica, "trident.attempts": attempts}
         end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
-        request_log.write(
-            self._context,
-            error,
-            self.began_s,
-            generation_id=self.id,
-            replica=replica,
-            pool=pool,
-            attempts=attempts,
-            finish_reason=self.finish_reason,
-            ttft_s=round(self.first_s - self.began_s, 6) if self.first_s else None,
-            input_tokens=usage.input_tokens if usage else 0,
-            output_tokens=usage.output_tokens if usage else 0,
-            cached_tokens=usage.cached_tokens if usage else 0,
-            **request_log.cost_fields(self._context, self._micros()),
-        )
-
-    def _keep(self, error: TridentError | None, pool: str, usage: Usage | None) -> None:
-        """Hand the outcome to the shadow copy and to the samples, which wait for the copy's text."""
-        recording = self.recording
+        ttft_s = round(self.first_s - self.began_s, 6) if self.first_s else None
+        duration_s = round(time.monotonic() - self.began_s, 6)
+        end = {"pool": pool, "finish_reason": self.finish_reason, "ttft_s": ttft_s, "duration_s": duration_s, **tokens}
         if recording is not None:
-            recording.error = error
-            recording.end = {
-                "pool": pool,
-                "finish_reason": self.finish_reason,
-                "ttft_s": round(self.first_s - self.began_s, 6) if self.first_s else None,
-                "duration_s": round(time.monotonic() - self.began_s, 6),
-                "input_tokens": usage.input_tokens if usage else 0,
-                "output_tokens": usage.output_tokens if usage else 0,
-            }
+            recording.error, recording.end = error, end
         if self._shadow is not None:
-            self._shadow.ended(error, *([recording.put] if recording is not None else []))
+            self._shadow.ended(error, recording.put if recording is not None else None)
         elif recording is not None:
             recording.put()
+        known = {"generation_id": self.id, "replica": replica, "attempts": attempts, **end}
+        known |= {"cached_tokens": usage.cached_tokens if usage else 0}
+        request_log.write(
+            self._context, error, self.began_s, **known, **request_log.cost_fields(self._context, self._micros())
+        )
 
     def _location(self) -> tuple[str, str]:
         """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""

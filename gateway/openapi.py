@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from gateway.api import tokenization
 from gateway.api.encoder_schemas import BODIES
 from gateway.api.responses.schemas import ResponsesRequest
+from gateway.api.samples import Feedback
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.batch import openapi
 from gateway.config.settings import Settings
@@ -52,7 +53,7 @@ _NOT_EMPTY = {"tool_calls": {"minItems": 1}, "tool_call_id": {"minLength": 1}}
 def document(settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     plain = {**BODIES, **tokenization.BODIES}
-    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, *plain.values())
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, Feedback, *plain.values())
     names, definitions = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
@@ -96,6 +97,7 @@ def document(settings: Settings) -> dict[str, Any]:
             "/health/live": get("text/plain"),
             "/health/ready": get("application/json", "503", schema=any_object),
             "/health/deep": get("application/json", "404", "503", schema=any_object),
+            **({"/v1/feedback": post(Feedback, encoded)} if settings.samples else {}),
             **(openapi.paths(settings, errors) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},

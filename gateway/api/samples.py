@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Annotated, Any, Literal
 
@@ -11,13 +12,14 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from clients.wire.request import MAX_REQUEST_ID
-from contract.errors import InvalidArgument, PermissionDenied
-from gateway.api.admin import AdminRoute, body, guarded
+from contract.errors import InvalidArgument
+from gateway.api.admin import AdminRoute, body, guarded, note
 from gateway.api.strict_model import StrictModel
+from gateway.config.tenant import Tenant
 from gateway.identity.principal import Principal
 from gateway.service import Service
 
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # of responses' ids
+_RESPONSE_ID = re.compile(r"(?:chatcmpl|cmpl)-(.+)")
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID + 16)]
 _Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$")]
 
@@ -42,32 +44,31 @@ class Feedback(StrictModel):
     def _one(self) -> Feedback:
         if (self.request_id is None) == (self.response_id is None):
             raise InvalidArgument("request_id", "must be set if response_id is not, else left out")
+        if self.response_id is not None and not _RESPONSE_ID.fullmatch(self.response_id):
+            raise InvalidArgument("response_id", "must begin with chatcmpl- or cmpl-; others are rated by request_id")
         if self.rating is None and self.score is None:
             raise InvalidArgument("rating", "must be up or down, or score must be set, got neither")
         return self
 
     def fields(self) -> dict[str, Any]:
         """Return what is stored."""
-        request_id = self.request_id or self.response_id or ""
-        if self.request_id is None:
-            prefix = next((prefix for prefix in _PREFIXES if request_id.startswith(prefix)), "")
-            request_id = request_id.removeprefix(prefix)
+        named = _RESPONSE_ID.fullmatch(self.response_id or "")
         rating = self.rating or ("up" if (self.score or 0.0) >= 0.5 else "down")
         kept = self.model_dump(include={"choice", "score", "comment", "labels"})
-        return {"request_id": request_id, **kept, "rating": rating, "time": time.time()}
+        return {"request_id": named[1] if named else self.request_id, **kept, "rating": rating, "time": time.time()}
+
+
+async def feedback(service: Service, request: Request, tenant: Tenant) -> dict[str, Any]:
+    """Store the feedback in a request's body. Raises: InvalidArgument, NotFound, Overloaded."""
+    sent = await body(service, request, Feedback)
+    return {"object": "feedback", **await service.samples.rate(tenant.name, sent.fields())}
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the endpoints; none where no folder of samples is set."""
-    samples, store = service.samples, service.samples.store
+    """Return the operators' endpoints; none where no folder of samples is set."""
+    store = service.samples.store
     if store is None:
         return []
-
-    async def feedback(request: Request, principal: Principal) -> Any:
-        if principal.tenant is None:
-            raise PermissionDenied("feedback is for callers, with the key of their request")
-        sent = await body(service, request, Feedback)
-        return {"object": "feedback", **await samples.rate(principal.tenant.name, sent.fields())}
 
     async def summary(request: Request, principal: Principal) -> Any:
         if principal.role == "caller":
@@ -80,10 +81,10 @@ def routes(service: Service) -> list[Route]:
         principal.check_manages(tenant)
         if not tenant:
             raise InvalidArgument("tenant", "must be the name of a tenant, such as acme/research, got none")
+        note(request, "samples.delete", tenant)
         return {"tenant": tenant, "deleted_bytes": await asyncio.to_thread(store.delete, tenant)}
 
     return [
-        Route("/v1/feedback", guarded(service, feedback), methods=["POST"]),
         AdminRoute(service, "/admin/samples", guarded(service, summary)),
         AdminRoute(service, "/admin/samples", guarded(service, delete), ["DELETE"]),
     ]

@@ -23,9 +23,8 @@ _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, stri
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Bytes = Annotated[int, Field(ge=64 * 1024, lt=2**48)]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
 _Pattern = re.Pattern[str]
+MAX_WINDOWS = 168
 
 
 class CheckRules(BaseModel):
@@ -41,7 +40,7 @@ class CheckRules(BaseModel):
     model_config = _RULES
     fraction: _Fraction = 1.0
     window_s: Annotated[float, Field(ge=1, le=86_400)] = 3600.0
-    windows: Annotated[int, Field(ge=1, le=168)] = 24
+    windows: Annotated[int, Field(ge=1, le=MAX_WINDOWS)] = 24
     min_answers: Annotated[int, Field(ge=10, le=1_000_000)] = 100
     drift: Annotated[float, Field(gt=0, le=10)] = 0.2
     refusals: Annotated[Sequence[_Pattern], Field(min_length=1, max_length=50)] = REFUSALS
@@ -54,7 +53,7 @@ class SampleRules(BaseModel):
     fraction: of the requests, whatever their end.
     keep: reasons to keep a request beside that.
     ttft_s, duration_s: requests are kept whose first token, or end, took longer; None for none.
-    per_minute: samples of a tenant in each process. sample_bytes: of one prompt and answer in UTF-8; larger ones are
+    per_minute: samples of a tenant in each process. sample_characters: of one request and its answer; larger ones are
         not kept.
     days, bytes: of a tenant's samples; the oldest go first.
     hold_s, hold_bytes: of requests that wait for the ``up`` or ``down`` that keeps them.
@@ -70,7 +69,7 @@ class SampleRules(BaseModel):
     ttft_s: _Seconds | None = None
     duration_s: _Seconds | None = None
     per_minute: Annotated[int, Field(ge=1, le=1_000_000)] = 60
-    sample_bytes: Annotated[int, Field(ge=256, le=4 * 1024 * 1024)] = 64 * 1024
+    sample_characters: Annotated[int, Field(ge=256, le=4 * 1024 * 1024)] = 64 * 1024
     days: Annotated[float, Field(ge=1, le=3650)] = 30.0
     bytes: _Bytes = 256 * 1024 * 1024
     hold_s: Annotated[float, Field(ge=60, le=30 * 86_400)] = 86_400.0
@@ -83,8 +82,8 @@ class SampleRules(BaseModel):
     def _together(self) -> SampleRules:
         if "drift" in self.keep and self.checks is None:
             raise ValueError("keep with drift must have [samples.checks] beside it: nothing else measures drift")
-        if self.sample_bytes > min(self.bytes, self.hold_bytes) // 4:
-            raise ValueError("sample_bytes must be at most a quarter of bytes and of hold_bytes")
+        if self.sample_characters > min(self.bytes, self.hold_bytes) // 8:
+            raise ValueError("sample_characters must be at most an eighth of bytes and of hold_bytes")
         if taken := PATTERNS.keys() & self.patterns.keys():
             raise ValueError(f"patterns must have other names than the built-in ones, got {', '.join(sorted(taken))}")
         return self

@@ -59,15 +59,9 @@ class Shadow:
             self.count(rules.pool, "full")
             return None
         self._running[rules.pool] += 1
-        return self._task(self._output(request, rules.pool))
+        return self.task(self._output(request, rules.pool))
 
-    def compare(
-        self, copy: asyncio.Task[str | None], pool: str, original: str | None, determined: bool, keep: Keep
-    ) -> None:
-        """Count the result once the copy has ended. original: the text; None if it is incomplete."""
-        self._task(self._compare(copy, pool, original, determined, keep))
-
-    def _task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+    def task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -78,23 +72,6 @@ class Shadow:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _compare(
-        self, copy: asyncio.Task[str | None], pool: str, original: str | None, determined: bool, keep: Keep
-    ) -> None:
-        found = None
-        try:
-            found = await copy
-        finally:
-            keep(pool, found)
-        if found is None:
-            self.count(pool, "failed")
-        elif original is None:
-            self.count(pool, "unfinished")
-        elif not determined:
-            self.count(pool, "undetermined")
-        else:
-            self.count(pool, "agree" if found == original else "differ")
 
     async def _output(self, request: GenerationRequest, pool: str) -> str | None:
         """Return the copy's text at ``pool``; None if it fails."""
@@ -135,10 +112,28 @@ class Copy:
             self._begun = True
             self._task = self._shadow.start(self._request, self._rules)
 
-    def ended(self, error: TridentError | None, keep: Keep = lambda pool, output: None) -> None:
-        """Compare the outputs. keep: called once, with the copy's pool and text; None where there is no whole one."""
-        if self._task is not None:
-            original = "".join(self._parts) if self._whole and error is None else None
-            self._shadow.compare(self._task, self._rules.pool, original, deterministic(self._request), keep)
+    def ended(self, error: TridentError | None, keep: Keep | None = None) -> None:
+        """Compare the outputs once the copy has ended.
+
+        keep: called once, with the copy's pool and its text; None unless both texts are whole.
+        """
+        self._shadow.task(self._compare(self._whole and error is None, keep))
+
+    async def _compare(self, whole: bool, keep: Keep | None) -> None:
+        pool, original, found = self._rules.pool, "".join(self._parts), None
+        try:
+            found = await self._task if self._task is not None else None
+        finally:
+            if keep is not None:
+                keep(pool, found if whole else None)
+        if self._task is None:
+            return
+        if found is None:
+            result = "failed"
+        elif not whole:
+            result = "unfinished"
+        elif not deterministic(self._request):
+            result = "undetermined"
         else:
-            keep(self._rules.pool, None)
+            result = "agree" if found == original else "differ"
+        self._shadow.count(pool, result)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import jsonschema_rs
 
 from contract.generation import Guide
-from gateway.config.samples import CheckRules
+from gateway.config.samples import MAX_WINDOWS, CheckRules
 
 FINDINGS = ("ok", "empty", "schema", "loop", "refusal")
 FEATURES = ("length", "language", "finding")
@@ -111,13 +111,10 @@ def _nothing(uri: str) -> NoReturn:
 def psi(recent: Counter, baseline: Counter) -> float:
     """Return the population stability index of two histograms, less what two draws of one distribution are apart."""
     kinds = recent.keys() | baseline.keys()
-    sizes = [counts.total() for counts in (recent, baseline)]
-    total = 0.0
+    sizes, total = (recent.total(), baseline.total()), 0.0
     for kind in kinds:
-        p, q = (
-            (counts[kind] + 0.5) / (size + 0.5 * len(kinds))
-            for counts, size in zip((recent, baseline), sizes, strict=True)
-        )
+        p = (recent[kind] + 0.5) / (sizes[0] + 0.5 * len(kinds))
+        q = (baseline[kind] + 0.5) / (sizes[1] + 0.5 * len(kinds))
         total += (p - q) * math.log(p / q)
     return max(0.0, total - (len(kinds) - 1) * sum(1 / size for size in sizes))
 
@@ -125,50 +122,32 @@ def psi(recent: Counter, baseline: Counter) -> float:
 class Drift:
     """Compares each model's answers at each pool in a window with those of the windows before it.
 
-    A window without an answer does not count. rules: changed at any time.
+    A window begins with the first answer after the one before has ended. rules: changed at any time.
     """
 
     def __init__(self, rules: CheckRules, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules, self._clock = rules, clock
-        self._series: dict[tuple[str, str], _Series] = {}
+        # by model and pool: the beginning of each window, and its histograms by feature
+        self._windows: dict[tuple[str, str], deque[tuple[float, tuple[Counter, ...]]]] = {}
 
     def add(self, model: str, pool: str, tokens: int, language: str, finding: str) -> None:
-        key = (model, pool)
-        if key in self._series or len(self._series) < MAX_SERIES:
-            counts = self._series.setdefault(key, _Series(self._clock())).now(self._clock(), self.rules.window_s)
-            for counter, value in zip(counts, (tokens.bit_length(), language, finding), strict=True):
-                counter[value] += 1
+        if (model, pool) not in self._windows and len(self._windows) >= MAX_SERIES:
+            return
+        now_s, windows = self._clock(), self._windows.setdefault((model, pool), deque(maxlen=MAX_WINDOWS + 2))
+        if not windows or now_s >= windows[-1][0] + self.rules.window_s:
+            windows.append((now_s, (Counter(), Counter(), Counter())))
+        for counter, value in zip(windows[-1][1], (tokens.bit_length(), language, finding), strict=True):
+            counter[value] += 1
 
     def scores(self) -> Iterator[tuple[str, str, str, float]]:
         """Yield (model, pool, feature, index) where there are enough answers."""
-        for (model, pool), series in self._series.items():
-            windows = [*series.past, series.now(self._clock(), self.rules.window_s)][-self.rules.windows - 2 :]
-            if windows[-1][0].total() < self.rules.min_answers:
+        least = self.rules.min_answers
+        for (model, pool), known in self._windows.items():
+            windows = [counts for _, counts in known]
+            if windows[-1][0].total() < least:
                 windows.pop()
             for place, feature in enumerate(FEATURES):
-                recent, baseline = Counter[object](), Counter[object]()
-                for window in windows[-1:]:
-                    recent += window[place]
-                for window in windows[:-1][-self.rules.windows :]:
-                    baseline += window[place]
-                if min(recent.total(), baseline.total()) >= self.rules.min_answers:
+                *earlier, recent = [Counter[object](), *(window[place] for window in windows)]
+                baseline = sum(earlier[-self.rules.windows :], Counter[object]())
+                if min(recent.total(), baseline.total()) >= least:
                     yield model, pool, feature, psi(recent, baseline)
-
-
-class _Series:
-    """The windows of one model at one pool, each a histogram by feature. began_s: of the current one."""
-
-    def __init__(self, now_s: float) -> None:
-        self._began_s = now_s
-        self.past: deque[tuple[Counter, ...]] = deque(maxlen=169)
-        self._current = tuple(Counter[object]() for _ in FEATURES)
-
-    def now(self, now_s: float, window_s: float) -> tuple[Counter, ...]:
-        """Return the current window, a new one where the last has ended."""
-        if now_s >= self._began_s + window_s and self._current[0]:
-            self.past.append(self._current)
-            self._current = tuple(Counter[object]() for _ in FEATURES)
-            self._began_s = now_s
-        elif not self._current[0]:
-            self._began_s = now_s
-        return self._current

@@ -9,13 +9,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from clients.wire.connection import new_request_id
-from contract.errors import Cancelled, NotFound, Overloaded, TridentError
-from contract.generation import GenerationRequest, TokenDelta
+from contract.errors import Cancelled, NotFound, Overloaded, TridentError, Unavailable
+from contract.generation import GenerationRequest, Guide, TokenDelta
 from contract.redaction import PATTERNS, redact
 from gateway.config.samples import REFUSALS, CheckRules, SampleRules
 from gateway.config.settings import Settings
@@ -25,29 +26,37 @@ from gateway.samples.store import HELD, KEPT, SampleStore
 
 NO_STORE = "x-trident-no-store"  # header of a caller whose request is neither kept nor checked
 FLUSH_S, ROUND_S = 0.25, 30.0
-QUEUE_BYTES = 16 * 1024 * 1024
+QUEUE_CHARACTERS, QUEUE_LENGTH = 16 * 1024 * 1024, 10_000
 MAX_RATING = 64  # feedback that is being stored
 RATINGS, LOSSES = ("up", "down"), ("queue", "rate", "size", "disk", "deleted", "failed")
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass
 class Recording:
-    """What one generation adds. kept: its tenant has opted in. checked: its answer is checked. choice: its index."""
+    """What one generation adds.
 
-    def __init__(
-        self, samples: Samples, request: GenerationRequest, context: RequestContext, kept: bool, checked: bool
-    ) -> None:
-        self._samples, self.request, self.context = samples, request, context
-        self.kept, self.checked, self.choice, self.began_s = kept, checked, 0, time.time()
-        self.parts: list[str] = []
-        self.size = 0  # characters
-        self.end: Mapping[str, Any] = {}
-        self.error: TridentError | None = None
-        self.pair: dict[str, Any] | None = None
+    request: what of it a sample holds; empty if none is kept. checked: whether its answer is. choice: its index.
+    size: of the parts, in characters.
+    end: pool, finish_reason, ttft_s, duration_s, input_tokens and output_tokens; empty for a refused request.
+    """
+
+    samples: Samples
+    context: RequestContext
+    request: Mapping[str, Any]
+    guide: Guide | None
+    checked: bool
+    choice: int = 0
+    began_s: float = field(default_factory=time.time)
+    parts: list[str] = field(default_factory=list)
+    size: int = 0
+    end: Mapping[str, Any] = field(default_factory=dict)
+    error: TridentError | None = None
+    pair: Mapping[str, str] | None = None
 
     def observe(self, delta: TokenDelta) -> None:
         """Take over a response. What is larger than a sample may be is cut here, and not kept."""
-        if self.size <= self._samples.rules.sample_bytes:
+        if self.size <= self.samples.rules.sample_characters:
             self.parts.append(delta.text)
             self.size += len(delta.text)
 
@@ -56,7 +65,7 @@ class Recording:
         if output is not None:
             self.pair = {"pool": pool, "output": output}
             self.size += len(output)
-        self._samples.put(self)
+        self.samples.put(self)
 
 
 class Samples:
@@ -74,22 +83,23 @@ class Samples:
         self._rng = rng or random.Random()
         self._drift, self._drifted = checks.Drift(CheckRules()), set[tuple[str, str]]()
         self._queued: list[Recording] = []
-        self._queued_bytes, self._rating = 0, 0
+        self._queued_size, self._rating = 0, 0
         self._minutes: dict[str, tuple[int, int]] = {}  # by tenant, the minute and its samples
         self._queue_lock, self._flushing = threading.Lock(), threading.Lock()
         self._closing, self._scored = threading.Event(), set[tuple[str, str, str]]()
         self._thread: threading.Thread | None = None
+        self._registry = registry
         text = "Samples by what became of them: kept, held for a rating, none of the rules matched"
-        self._samples = Counter("trident_gateway_samples", text, ("result",), registry=registry)
+        self._samples = Counter("trident_gateway_samples", text, ("result",), registry=None)
         text = f"Samples that were lost: {', '.join(LOSSES)}"
-        self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=registry)
-        self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=registry)
+        self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=None)
+        self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=None)
+        text = f"Checked answers by what was found: {', '.join(checks.FINDINGS)}"
         labels = ("model", "pool", "finding")
-        text = "Checked answers by what was found: ok, empty, schema, loop, refusal"
-        self._findings = Counter("trident_gateway_quality_answers", text, labels, registry=registry)
+        self._findings = Counter("trident_gateway_quality_answers", text, labels, registry=None)
         text = "How far a window's answers are from those before it: population stability index of a feature"
         labels = ("model", "pool", "feature")
-        self._index = Gauge("trident_gateway_quality_drift", text, labels, registry=registry)
+        self._index = Gauge("trident_gateway_quality_drift", text, labels, registry=None)
 
     def change(self, rules: SampleRules | None, keyless: bool, opted_in: Iterable[str]) -> None:
         """Apply rules to later requests, and log what is kept. opted_in: the tenants whose requests may be."""
@@ -109,10 +119,13 @@ class Samples:
             _LOG.info("samples: no text is kept; answers are %s", "checked" if rules.checks else "not checked")
         if rules.checks is not None:
             self._drift.rules = rules.checks
-        for metric, names in ((self._feedback, RATINGS), (self._lost, LOSSES)):
-            for name in names:
-                metric.labels(name)
         if self._thread is None:
+            for metric in (self._samples, self._lost, self._feedback, self._findings, self._index):
+                self._registry.register(metric)
+            for name in RATINGS:  # rates need the series before its first increment
+                self._feedback.labels(name)
+            for name in LOSSES:
+                self._lost.labels(name)
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
             self._thread.start()
 
@@ -122,9 +135,9 @@ class Samples:
             return None
         rules, tenant = self.rules, context.tenant
         opted_in = rules.keyless if self._keyless else tenant.samples
-        kept = self.store is not None and rules.keeps and opted_in
+        kept = _kept(request) if self.store is not None and rules.keeps and opted_in else {}
         checked = rules.checks is not None and self._rng.random() < rules.checks.fraction
-        return Recording(self, request, context, kept, checked) if kept or checked else None
+        return Recording(self, context, kept, request.guide, checked) if kept or checked else None
 
     def refused(self, requests: Sequence[GenerationRequest], context: RequestContext, error: TridentError) -> None:
         """Record requests that were refused before generation."""
@@ -136,11 +149,15 @@ class Samples:
 
     def put(self, recording: Recording) -> None:
         """Queue a recording for the thread; never blocks."""
+        size = recording.size + _characters(recording.request)
+        if recording.request and size > self.rules.sample_characters:
+            self._lost.labels("size").inc()
+            recording.request, size = {}, recording.size
         with self._queue_lock:
-            full = self._queued_bytes + recording.size > QUEUE_BYTES or len(self._queued) >= QUEUE_BYTES // 1024
+            full = self._queued_size + size > QUEUE_CHARACTERS or len(self._queued) >= QUEUE_LENGTH
             if not full:
                 self._queued.append(recording)
-                self._queued_bytes += recording.size
+                self._queued_size += size
         if full:
             self._lost.labels("queue").inc()
 
@@ -192,9 +209,10 @@ class Samples:
         try:
             if self.store is not None:
                 self.store.purge(self.rules, time.time())
-        except OSError as exc:
-            _LOG.error("samples: the folder cannot be used: %s", exc)
-        scores = list(self._drift.scores()) if self.rules.checks is not None else []
+        except Unavailable as exc:
+            _LOG.error("samples: what is too old was not removed: %s", exc)
+        with self._flushing:
+            scores = list(self._drift.scores()) if self.rules.checks is not None else []
         for model, pool, feature, score in scores:
             self._index.labels(model, pool, feature).set(score)
         self._drifted = {(model, pool) for model, pool, _, score in scores if score >= self._drift.rules.drift}
@@ -207,7 +225,7 @@ class Samples:
         """Check, redact and write what is queued."""
         with self._flushing:
             with self._queue_lock:
-                taken, self._queued, self._queued_bytes = self._queued, [], 0
+                taken, self._queued, self._queued_size = self._queued, [], 0
             written: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
             for recording in taken:
                 try:
@@ -221,7 +239,7 @@ class Samples:
                 assert self.store is not None, "nothing is kept without it"
                 try:
                     deleted = self.store.append(tenant, kind, samples, self.rules)
-                except OSError as exc:
+                except Unavailable as exc:
                     self._lost.labels("disk").inc(len(samples))
                     _LOG.error("samples: %d could not be written: %s", len(samples), exc)
                     continue
@@ -230,36 +248,28 @@ class Samples:
 
     def _sample(self, recording: Recording) -> tuple[str, dict[str, Any]]:
         """Check an answer, and return where its sample goes, "" for nowhere, and the sample."""
-        rules, request, context, end = self.rules, recording.request, recording.context, recording.end
+        rules, context, end = self.rules, recording.context, recording.end
         output, language, found = "".join(recording.parts), "", ""
         if end.get("finish_reason"):
             refusals = rules.checks.refusals if rules.checks is not None else REFUSALS
-            found, language = checks.finding(output, request.guide, refusals), checks.language(output)
+            guide = recording.guide if len(output) <= rules.sample_characters else None  # it was cut
+            found, language = checks.finding(output, guide, refusals), checks.language(output)
             if recording.checked:
                 model, pool = context.model.name, end["pool"]
-                for one in checks.FINDINGS:  # rates need the series before its first increment
+                for one in checks.FINDINGS:
                     self._findings.labels(model, pool, one).inc(one == found)
                 self._drift.add(model, pool, end["output_tokens"], language, found)
-        if not recording.kept:
+        if not recording.request:
             return "", {}
         reasons = self._reasons(recording, found)
         kind = KEPT if reasons else HELD if {*RATINGS}.intersection(rules.keep) and end.get("finish_reason") else ""
         if not kind:
             self._samples.labels("none").inc()
             return "", {}
-        prompt = {name: getattr(request, name) for name in ("text_input", "messages", "input_ids", "tools")}
-        prompt = {name: value for name, value in prompt.items() if value is not None}
-        if len(str(prompt).encode(errors="replace")) + len(output.encode(errors="replace")) > rules.sample_bytes:
-            self._lost.labels("size").inc()
-            return "", {}
         if kind == KEPT and not self._within_rate(context.tenant.name):
             self._lost.labels("rate").inc()
             return "", {}
-        sampling = request.sampling
-        text = self._redacted(
-            {**prompt, "output": output, "stop": request.stop, "guide": request.guide and vars(request.guide)}
-            | ({"pair": recording.pair} if recording.pair else {})
-        )
+        pair = {"pair": recording.pair} if recording.pair else {}
         return kind, {
             "id": new_request_id(),
             "time": recording.began_s,
@@ -268,13 +278,9 @@ class Samples:
             "tenant": context.tenant.name,
             "operation": context.operation,
             "model": context.model.name,
-            "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
             "error": type(recording.error).__name__ if recording.error else "",
             **end,
-            **text,
+            **self._redacted({**recording.request, "output": output, **pair}),
             "language": language,
             "finding": found,
             "reasons": reasons,
@@ -284,10 +290,10 @@ class Samples:
         """Return why the rules keep a request; none for one that they do not keep."""
         rules, end, error = self.rules, recording.end, recording.error
         drifted = (recording.context.model.name, end.get("pool", "")) in self._drifted
-        refused = error is not None and error.http_status < Cancelled.http_status
+        status = error.http_status if error is not None else Cancelled.http_status  # the caller left: no fault
         holds = {
-            "failure": error is not None and error.http_status > Cancelled.http_status,
-            "refused": refused,
+            "failure": status > Cancelled.http_status,
+            "refused": status < Cancelled.http_status,
             "length": end.get("finish_reason") == "length",
             "drift": drifted and bool(found),
             "pair": recording.pair is not None,
@@ -312,3 +318,20 @@ class Samples:
         if isinstance(value, Mapping):
             return {key: self._redacted(inner) for key, inner in value.items()}
         return [self._redacted(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _kept(request: GenerationRequest) -> dict[str, Any]:
+    """Return what a sample holds of a request; None is left out."""
+    sampling = request.sampling
+    fields = {name: getattr(request, name) for name in ("text_input", "messages", "input_ids", "tools", "max_tokens")}
+    fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+    fields["guide"] = vars(request.guide) if request.guide is not None else None
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _characters(value: Any) -> int:
+    """Return the characters of all texts in a value, and a few for each number."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    return sum(map(_characters, inner)) if inner is not None else 8

@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, Unavailable
 from gateway.config.samples import SampleRules
 
 KEPT, HELD = "kept", "held"  # HELD: requests that only a later rating keeps
@@ -54,7 +54,7 @@ def cipher(path: Path | None) -> MultiFernet | None:
 
 
 class SampleStore:
-    """The samples in one folder. Any number of processes may use it; all methods block and may raise OSError.
+    """The samples in one folder. Any number of processes may use it; all methods block and may raise Unavailable.
 
     keys: file of the keys; None: samples are not encrypted.
     Raises: InvalidArgument for a folder or a file that cannot be used.
@@ -67,19 +67,17 @@ class SampleStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
                 pass
-        except OSError as exc:
-            raise InvalidArgument(str(folder), f"must be a folder that can be written: {exc.strerror or exc}") from exc
+        except (OSError, Unavailable) as exc:
+            raise InvalidArgument(str(folder), f"must be a folder that can be written: {exc}") from exc
 
     def append(self, tenant: str, kind: str, samples: Sequence[dict[str, Any]], rules: SampleRules) -> int:
         """Write samples; return how many were not, because the tenant's were deleted after their request arrived."""
         with self._locked():
             deleted_s = self._deleted_s(tenant)
             current = [sample for sample in samples if sample["time"] > deleted_s]
-            lines = defaultdict(list)
             for sample in current:
-                lines[time.strftime(_HOUR, time.gmtime(sample["time"]))].append(self._line(tenant, sample))
-            for hour, added in lines.items():
-                self._write(tenant, kind, hour, added, rules)
+                hour = time.strftime(_HOUR, time.gmtime(sample["time"]))
+                self._write(self._segment(tenant, kind, hour, rules), [sample], rules)
             return len(samples) - len(current)
 
     def rate(self, tenant: str, feedback: dict[str, Any], rules: SampleRules) -> dict[str, Any] | None:
@@ -88,7 +86,7 @@ class SampleStore:
         The same feedback again changes nothing; other feedback for the request and choice takes its place.
         Raises: InvalidArgument after MAX_CHANGES.
         """
-        prefix, choice = self._digest(tenant, feedback["request_id"]), feedback["choice"]
+        prefix, choice = _digest(feedback["request_id"]), feedback["choice"]
         with self._locked():
             for path in (file for kind in (KEPT, HELD) for file in reversed(self._files(tenant, kind))):
                 found = list(self._read(path, prefix))
@@ -102,12 +100,10 @@ class SampleStore:
                 if len(earlier) >= MAX_CHANGES:
                     raise InvalidArgument("request_id", f"must be one with fewer than {MAX_CHANGES} ratings")
                 line = {"request_id": feedback["request_id"], "feedback": feedback}
-                kind = path.parent.name
-                if kind == HELD and feedback["rating"] in rules.keep:
-                    promoted = [self._line(tenant, sample) for sample in samples]
-                    self._write(tenant, KEPT, path.name[:_HOUR_CHARS], [*promoted, self._line(tenant, line)], rules)
-                else:
-                    self._write(tenant, kind, "", [self._line(tenant, line)], rules, path)
+                if path.parent.name == HELD and feedback["rating"] in rules.keep:
+                    path = self._segment(tenant, KEPT, path.name[:_HOUR_CHARS], rules)
+                    self._write(path, samples, rules)
+                self._write(path, [line], rules)
                 return feedback
         return None
 
@@ -115,10 +111,15 @@ class SampleStore:
         """Remove all samples and feedback of a tenant, and refuse those of requests that arrived before now; return how
         many bytes went."""
         with self._locked():
-            home = self._home(tenant)
-            home.mkdir(exist_ok=True, mode=0o700)
-            (home / _DELETED).write_text(repr(time.time()))
-            return sum(_remove(path) for kind in (KEPT, HELD) for path in self._files(tenant, kind))
+            marker, now_s = self._home(tenant) / _DELETED, time.time()
+            marker.parent.mkdir(exist_ok=True, mode=0o700)
+            marker.touch()
+            os.utime(marker, (now_s, now_s))
+            files = [*self._files(tenant, KEPT), *self._files(tenant, HELD)]
+            size = _size(files)
+            for path in files:
+                path.unlink()
+            return size
 
     def purge(self, rules: SampleRules, now_s: float) -> None:
         """Remove what is older than the rules allow; it may be gone an hour earlier."""
@@ -128,7 +129,7 @@ class SampleStore:
                     for path in self._files(tenant, kind):
                         began_s = calendar.timegm(time.strptime(path.name[:_HOUR_CHARS], _HOUR))
                         if began_s + age_s <= now_s:
-                            _remove(path)
+                            path.unlink()
 
     def tenants(self) -> list[str]:
         """Return the tenants that have, or had, samples."""
@@ -140,48 +141,51 @@ class SampleStore:
         for path in self._files(tenant, KEPT):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 lines = list(self._read(path))
-                rated = [line["feedback"] | {"request_id": line["request_id"]} for line in lines if "feedback" in line]
+                rated = defaultdict[str, list[dict[str, Any]]](list)
+                for line in lines:
+                    rated[line["request_id"]] += [line["feedback"]] if "feedback" in line else []
                 for sample in (line for line in lines if "feedback" not in line):
-                    own = [one for one in rated if _about(one, sample)]
-                    if own:
-                        reasons = [*sample["reasons"], *({own[-1]["rating"]} - {*sample["reasons"]})]
-                        sample |= {"feedback": own[-1], "reasons": reasons}
+                    for rating in rated[sample["request_id"]]:  # the latest one stays
+                        if rating["choice"] in (None, sample["choice"]):
+                            sample["feedback"] = rating
+                    if "feedback" in sample:
+                        sample["reasons"] += {sample["feedback"]["rating"]} - {*sample["reasons"]}
                     yield sample
 
     def summary(self) -> list[dict[str, Any]]:
         """Return what is kept of each tenant, without any text."""
         rows = []
         for tenant in self.tenants():
-            files = {kind: self._files(tenant, kind) for kind in (KEPT, HELD)}
-            sizes = {f"{kind}_bytes": sum(map(_size, paths)) for kind, paths in files.items()}
             times = [sample["time"] for sample in self.samples(tenant)]
-            oldest_s, newest_s = (min(times), max(times)) if times else (None, None)
-            rows.append({"tenant": tenant, "samples": len(times), "oldest": oldest_s, "newest": newest_s, **sizes})
+            with self._locked():
+                sizes = {f"{kind}_bytes": _size(self._files(tenant, kind)) for kind in (KEPT, HELD)}
+            row = {"tenant": tenant, "samples": len(times), "oldest": min(times, default=None)}
+            rows.append(row | {"newest": max(times, default=None)} | sizes)
         return rows
 
-    def _write(
-        self, tenant: str, kind: str, hour: str, lines: list[bytes], rules: SampleRules, path: Path | None = None
-    ) -> None:
-        """Append lines to a file of this hour, or to ``path``, once the oldest files made room."""
-        limit = rules.bytes if kind == KEPT else rules.hold_bytes
-        sizes = {file: _size(file) for file in self._files(tenant, kind)}
-        if path is None:
-            own = [file for file in sizes if file.name.startswith(hour)]
-            last = int(own[-1].stem[_HOUR_CHARS + 1 :]) if own else 0
-            path = (
-                self._home(tenant) / kind / f"{hour}-{last + bool(own and sizes[own[-1]] >= limit // _FILES):06d}.jsonl"
-            )
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        data = b"".join(lines)
-        while sizes and sum(sizes.values()) + len(data) >= limit:
-            oldest = next((file for file in sizes if file != path), path)
-            del sizes[oldest]
-            _remove(oldest)
+    def _segment(self, tenant: str, kind: str, hour: str, rules: SampleRules) -> Path:
+        """Return the file for what is added to an hour: its last one, or another once that is large."""
+        own = [path for path in self._files(tenant, kind) if path.name.startswith(hour)]
+        if own and own[-1].stat().st_size < _limit(kind, rules) // _FILES:
+            return own[-1]
+        number = int(own[-1].stem[-6:]) + 1 if own else 0
+        return self._home(tenant) / kind / f"{hour}-{number:06d}.jsonl"
+
+    def _write(self, path: Path, lines: Sequence[dict[str, Any]], rules: SampleRules) -> None:
+        """Append lines to a file, once the oldest files of its tenant and kind made room."""
+        data, limit = b"".join(map(self._line, lines)), _limit(path.parent.name, rules)
         if len(data) >= limit:
             raise OSError(errno.EFBIG, "more was added at once than the tenant may have")
-        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            if file.tell() and not _ends_whole(path):  # the process that wrote it was killed
-                file.write(b"\n")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sizes = {file: file.stat().st_size for file in sorted(path.parent.glob("*.jsonl"))}
+        while sum(sizes.values()) + len(data) >= limit:
+            oldest = next((file for file in sizes if file != path), path)
+            del sizes[oldest]
+            oldest.unlink()
+        with open(path, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                data = b"\n" * (file.read(1) != b"\n") + data  # the process that wrote it was killed
             file.write(data)
 
     def _read(self, path: Path, prefix: bytes = b"") -> Iterator[dict[str, Any]]:
@@ -193,13 +197,10 @@ class SampleStore:
                 with contextlib.suppress(ValueError, InvalidToken):
                     yield orjson.loads(self._cipher.decrypt(data) if self._cipher is not None else data)
 
-    def _line(self, tenant: str, fields: dict[str, Any]) -> bytes:
+    def _line(self, fields: dict[str, Any]) -> bytes:
         data = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace")
         data = self._cipher.encrypt(data) if self._cipher is not None else data
-        return b"%s %s\n" % (self._digest(tenant, fields["request_id"]), data)
-
-    def _digest(self, tenant: str, request_id: str) -> bytes:
-        return hashlib.sha256(f"{tenant}\n{request_id}".encode(errors="replace")).hexdigest()[:_DIGEST].encode()
+        return b"%s %s\n" % (_digest(fields["request_id"]), data)
 
     def _home(self, tenant: str) -> Path:
         return self.folder / f"{_TENANT}{urllib.parse.quote(tenant, safe='')}"
@@ -210,36 +211,28 @@ class SampleStore:
 
     def _deleted_s(self, tenant: str) -> float:
         try:
-            return float((self._home(tenant) / _DELETED).read_text())
+            return (self._home(tenant) / _DELETED).stat().st_mtime
         except FileNotFoundError:
             return 0.0
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes and threads out. The system ends the lock of a process that is killed."""
-        with open(self.folder / ".lock", "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        try:
+            with open(self.folder / ".lock", "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        except OSError as exc:
+            raise Unavailable(f"the folder of samples cannot be used: {exc.strerror or exc}", 5.0) from exc
 
 
-def _about(rating: dict[str, Any], sample: dict[str, Any]) -> bool:
-    return rating["request_id"] == sample["request_id"] and rating["choice"] in (None, sample["choice"])
+def _size(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def _limit(kind: str, rules: SampleRules) -> int:
+    return rules.bytes if kind == KEPT else rules.hold_bytes
 
 
-def _remove(path: Path) -> int:
-    size = _size(path)
-    path.unlink(missing_ok=True)
-    return size
-
-
-def _ends_whole(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+def _digest(request_id: str) -> bytes:
+    return hashlib.sha256(request_id.encode(errors="replace")).hexdigest()[:_DIGEST].encode()

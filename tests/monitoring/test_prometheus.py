@@ -122,7 +122,7 @@ def test_selectors_are_found():
 
 async def page(tmp_path: Path) -> tuple[set[str], dict[str, list[dict[str, str]]]]:
     """Names of all series that a gateway can have, and the labels of those that there are after a few requests."""
-    config = '[prices]\nreplica_hour = 2.0\ncurrency = "EUR"\n'
+    config = '[prices]\nreplica_hour = 2.0\ncurrency = "EUR"\n[samples.checks]\n'
     async with FakeReplica() as replica, gateway(replica, config=config, batch_db=tmp_path / "b") as running:
         body = {"model": "demo", "prompt": "one two", "max_tokens": 3}
         assert (await running.post("/v1/completions", body))[0] == 200

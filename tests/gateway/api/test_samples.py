@@ -23,7 +23,7 @@ TOKEN = "an-operators-token-0123"
     [
         ({"response_id": "chatcmpl-abc", "rating": "up"}, "abc", "up"),
         ({"response_id": "cmpl-abc", "score": 0.4}, "abc", "down"),
-        ({"response_id": "resp_abc", "score": 0.5}, "abc", "up"),
+        ({"request_id": "abc", "score": 0.5}, "abc", "up"),
         ({"request_id": "chatcmpl-abc", "score": 1, "rating": "down"}, "chatcmpl-abc", "down"),
     ],
 )
@@ -33,7 +33,15 @@ def test_a_request_is_named_by_its_id_or_its_response(sent, request_id, rating):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"comment": "x" * 4097}, {"choice": -1}, {"labels": ["x"] * 17}, {"rating": "good"}, {"score": "1"}]
+    "wrong",
+    [
+        {"response_id": "resp_1", "request_id": None},
+        {"comment": "x" * 4097},
+        {"choice": -1},
+        {"labels": ["x"] * 17},
+        {"rating": "good"},
+        {"score": "1"},
+    ],
 )
 def test_what_is_wrong_is_named(wrong):
     with pytest.raises(InvalidArgument) as raised:

@@ -31,7 +31,7 @@ def test_nothing_is_kept_without_a_rule():
         ({"patterns": {"EMAIL": "x"}}, "samples", "got EMAIL"),
         ({"redact": "no.such:thing"}, "samples.redact", "invalid python path"),
         ({"keep": ["drift"]}, "samples", "keep with drift must have [samples.checks]"),
-        ({"sample_bytes": 65536, "bytes": 65536}, "samples", "at most a quarter"),
+        ({"sample_characters": 65536, "bytes": 65536}, "samples", "at most an eighth"),
         ({"checks": {"window": 1}}, "samples.checks.window", "must be one of fraction, window_s"),
         ({"days": 0.5}, "samples.days", "greater than or equal to 1"),
     ],

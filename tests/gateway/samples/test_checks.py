@@ -126,4 +126,4 @@ def test_models_are_bounded(clock):
     drift = Drift(CheckRules(), clock)
     for number in range(MAX_SERIES + 50):
         drift.add(f"m{number}", "p", 1, "en", "ok")
-    assert len(drift._series) == MAX_SERIES
+    assert len(drift._windows) == MAX_SERIES

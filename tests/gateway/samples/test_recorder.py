@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 
@@ -89,6 +90,7 @@ async def test_each_rule_keeps_what_it_names_and_nothing_else(tmp_path):
             assert found == expected | {("broken", "failure"), ("json", "schema")}
 
 
+@pytest.mark.slow
 async def test_requests_refused_at_admission_are_kept_where_a_rule_says_so(tmp_path):
     text = config('keep = ["refused"]').replace("samples = true", "samples = true\ntokens_per_minute = 10", 1)
     async with FakeReplica() as replica, gateway(replica, config=text, samples=tmp_path / "samples") as running:
@@ -98,8 +100,9 @@ async def test_requests_refused_at_admission_are_kept_where_a_rule_says_so(tmp_p
         assert sample["reasons"] == ["refused"] and sample["output"] == "" and sample["error"] == "InvalidArgument"
 
 
+@pytest.mark.slow
 async def test_bounds_of_rate_and_size_are_kept_and_losses_counted(tmp_path):
-    rules = "fraction = 1.0\nper_minute = 2\nsample_bytes = 256"
+    rules = "fraction = 1.0\nper_minute = 2\nsample_characters = 256"
     async with FakeReplica() as replica, sampled(tmp_path, replica, rules=rules) as running:
         for _ in range(4):
             await complete(running)
@@ -112,16 +115,17 @@ async def test_bounds_of_rate_and_size_are_kept_and_losses_counted(tmp_path):
         assert metrics['trident_gateway_samples_total{result="kept"}'] == 2
 
 
+@pytest.mark.slow
 async def test_a_full_queue_and_a_full_disk_lose_samples_and_no_request(tmp_path, monkeypatch):
     async with FakeReplica() as replica, sampled(tmp_path, replica) as running:
-        monkeypatch.setattr(recorder, "QUEUE_BYTES", 0)
+        monkeypatch.setattr(recorder, "QUEUE_LENGTH", 0)
         assert (await complete(running))[0] == 200
-        monkeypatch.setattr(recorder, "QUEUE_BYTES", 10**6)
+        monkeypatch.setattr(recorder, "QUEUE_LENGTH", 10)
 
         def full(*arguments):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(SampleStore, "append", full)
+        monkeypatch.setattr(SampleStore, "_write", full)
         assert (await complete(running))[0] == 200
         await flushed(running)
         metrics = await running.metrics()
@@ -135,6 +139,7 @@ def shout(text: str) -> str:
     return text.upper()
 
 
+@pytest.mark.slow
 async def test_a_redaction_of_ones_own_runs_last_and_where_it_fails_nothing_is_kept(tmp_path):
     rules = f'fraction = 1.0\nredact = "{__name__}:shout"\npatterns = {{ TICKET = "ABC-[0-9]+" }}'
     async with FakeReplica() as replica, sampled(tmp_path, replica, rules=rules) as running:
@@ -145,7 +150,8 @@ async def test_a_redaction_of_ones_own_runs_last_and_where_it_fails_nothing_is_k
         assert (await running.metrics())['trident_gateway_samples_lost_total{reason="failed"}'] == 1
 
 
-async def test_a_rating_is_taken_from_the_tenant_that_asked_once_and_keeps_a_held_request(tmp_path):
+async def test_a_rating_is_taken_from_the_tenant_that_asked_once_and_keeps_a_held_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.02)
     rules = 'keep = ["down"]'
     async with FakeReplica() as replica, sampled(tmp_path, replica, rules=rules) as running:
 
@@ -212,6 +218,47 @@ async def test_checks_need_no_folder_and_count_by_model_and_pool():
         assert status == 404
 
 
+@pytest.mark.slow
+async def test_answers_that_drift_are_measured_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.02)
+    rules = 'keep = ["drift"]\n[samples.checks]\nmin_answers = 10\nwindow_s = 1\n'
+    said = "The answer is that it is so, and that is all."
+    async with FakeReplica(lambda seen: Script((said,))) as replica:
+        async with sampled(tmp_path, replica, rules=rules) as running:
+            samples = running.service.samples
+            for language in ("en", "fr"):
+                for _ in range(30):
+                    samples._drift.add("demo", "", 9, language, "ok")
+                samples._drift._windows["demo", ""][-1] = (-100.0, samples._drift._windows["demo", ""][-1][1])
+            samples._drift._windows["demo", ""][-1] = (
+                time.monotonic() + 60,
+                samples._drift._windows["demo", ""][-1][1],
+            )
+            await until(lambda: bool(samples._drifted))
+            labels = 'feature="language",model="demo",pool=""'
+            assert (await running.metrics())[f"trident_gateway_quality_drift{{{labels}}}"] > 1
+            await complete(running)
+            await flushed(running)
+            assert [sample["reasons"] for sample in kept(tmp_path)] == [["drift"]]
+
+
+@pytest.mark.slow
+async def test_a_folder_that_fails_is_an_answer_and_no_fault(tmp_path, monkeypatch):
+    async with FakeReplica() as replica, sampled(tmp_path, replica) as running:
+        await complete(running, x_request_id="mine")
+        await flushed(running)
+
+        def broken(*arguments):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(SampleStore, "_read", broken)
+        key = f"Bearer {KEYS['in']}"
+        status, headers, _ = await running.post(
+            "/v1/feedback", {"request_id": "mine", "rating": "up"}, authorization=key
+        )
+        assert status == 503 and headers["retry-after"] == "5"
+
+
 async def test_nothing_runs_and_nothing_is_recorded_where_nothing_is_configured():
     async with FakeReplica() as replica, gateway(replica) as running:
         samples = running.service.samples
@@ -220,6 +267,7 @@ async def test_nothing_runs_and_nothing_is_recorded_where_nothing_is_configured(
         assert not samples._queued
 
 
+@pytest.mark.slow
 def test_text_without_a_folder_is_refused_at_start():
     with pytest.raises(InvalidArgument, match="samples: keeps text and needs TRIDENT_GATEWAY_SAMPLES"):
         asyncio.run(_start("fraction = 0.5"))

@@ -17,12 +17,19 @@ from contract.errors import InvalidArgument
 from gateway.config.samples import SampleRules
 from gateway.samples.store import HELD, KEPT, MAX_CHANGES, SampleStore, new_key
 
-RULES = SampleRules(keep=["down"], bytes=64 * 1024, hold_bytes=64 * 1024, sample_bytes=1024, days=1)
+RULES = SampleRules(keep=["down"], bytes=64 * 1024, hold_bytes=64 * 1024, sample_characters=1024, days=1)
 NOW = time.time() + 60  # after whatever a test deletes
 
 
 def sample(request_id: str, text: str = "a secret", time_s: float = NOW, choice: int = 0) -> dict:
-    return {"request_id": request_id, "choice": choice, "time": time_s, "output": text, "reasons": ["length"]}
+    return {
+        "tenant": "t",
+        "request_id": request_id,
+        "choice": choice,
+        "time": time_s,
+        "output": text,
+        "reasons": ["length"],
+    }
 
 
 def rating(request_id: str, rating: str = "down", choice: int | None = None, **more) -> dict:
@@ -141,6 +148,19 @@ def test_bounds_and_deletions_hold_after_any_steps(tmp_path_factory, steps):
 def test_the_oldest_samples_make_room_for_new_ones(store):
     for number in range(200):
         store.append("a", KEPT, [sample(f"id-{number}", "x" * 1000, NOW + number * 60)], RULES)
+    numbers = [int(found["request_id"].removeprefix("id-")) for found in store.samples("a")]
+    assert numbers == list(range(numbers[0], 200)) and 40 < len(numbers) < 64
+
+
+def test_a_killed_deletion_stops_nothing(store):
+    store.delete("a")
+    (store._home("a") / "deleted").write_text("")
+    assert store.append("a", KEPT, [sample("one", time_s=time.time() + 1)], RULES) == 0
+
+
+def test_many_samples_at_once_are_written_within_the_bound(store):
+    store.append("a", KEPT, [sample(f"id-{number}", "x" * 1000) for number in range(200)], RULES)
+    assert sum(path.stat().st_size for path in store._files("a", KEPT)) <= RULES.bytes
     numbers = [int(found["request_id"].removeprefix("id-")) for found in store.samples("a")]
     assert numbers == list(range(numbers[0], 200)) and 40 < len(numbers) < 64
 
