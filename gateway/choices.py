@@ -17,6 +17,7 @@ from contract.generation import TokenDelta, Usage
 from gateway.admission.budgets import Reservation
 from gateway.admission.fair_admission import Permit
 from gateway.admission.prompt_tokens import PromptTokens, prompt_of
+from gateway.admission.request_class import BATCH
 from gateway.generation import Generation, GenerationRuntime
 from gateway.request_context import RequestContext
 from gateway.telemetry.metrics import error_type
@@ -59,6 +60,7 @@ class Choices:
         """prompt_tokens: learns from the engine's token counts. began_s: arrival. span: of the request."""
         self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
         self._tenant, self._model, self._span = context.tenant.name, context.model, span
+        self._operation = context.operation
         self._usages: list[Usage | None] = [None] * len(permit.requests)  # of those that have ended
         self._micros = 0
         self.headers: dict[str, str] = permit.headers
@@ -94,7 +96,9 @@ class Choices:
 
     def _added_micros(self, index: int) -> int:
         """Return what a generation that ends adds to the cost: of choices of one prompt, the first has the prompt's."""
-        self._usages[index], before = self.generations[index].usage, self._micros
+        ended, before = self.generations[index], self._micros
+        # A batch runs a line again whose generation was cut, and tells nobody what came of it.
+        self._usages[index] = ended.usage if ended.finish_reason or self._operation != BATCH else None
         self._micros = self._permit.ticket.charge.micros(self._total())
         return self._micros - before
 

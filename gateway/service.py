@@ -18,9 +18,10 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
-from contract.generation import GenerationRequest
+from contract.generation import GenerationRequest, Usage
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
+from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Caps, Concurrency
 from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.hub_link import HubLink, SharedBudgets, SharedCaps
@@ -440,6 +441,15 @@ class Service:
                 self.refused(context, exc, began_s)
                 self.samples.refused(requests, context, exc)
             raise
+
+    def charge_for_other(self, reservation: Reservation | None, usage: Usage, context: RequestContext) -> None:
+        """Charge what a gateway that is gone used of a request, and settle its reservation."""
+        charge = context.charge()
+        if reservation is not None and isinstance(self.budgets, RedisStore):
+            tokens = usage.input_tokens + usage.output_tokens
+            self.budgets.settle_for_other(reservation, tokens, charge.micros(usage))
+        if usage.output_tokens:
+            self.admission.on_charged(charge.record(time.time(), context.tenant.levels, usage))
 
     def context_headers(self, context: RequestContext) -> dict[str, str]:
         """Return the response headers: the model, where there is a table of models, the class, the notes."""

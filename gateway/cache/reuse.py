@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from contract.generation import GenerationRequest, TokenDelta
-from gateway.admission.budget_store import RedisStore
+from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway.admission.budgets import Reservation
 from gateway.admission.shared_state import Away
 from gateway.cache.cache_control import HEADER as CACHE_HEADER
@@ -407,9 +406,11 @@ class _Recorded:
                 await record.delete()
                 raise Unavailable("the gateway that ran this stream ended, and no other can go on with it exactly", 1.0)
             return await self._generated()
-        used = sum(delta.usage.output_tokens for _, delta in record.items if delta.usage is not None)
-        if head.reservation is not None and isinstance(service.budgets, RedisStore):
-            service.budgets.settle_for_other(head.reservation, used)
+        ended = [delta.usage for _, delta in record.items if delta.usage is not None]
+        prompt = 0 if left else max((usage.input_tokens for usage in ended), default=0)  # else of what is left
+        service.charge_for_other(
+            head.reservation, Usage(prompt, sum(usage.output_tokens for usage in ended)), self._context
+        )
         try:
             response = await reuse._generate(list(left.values()), self._context, "bypass") if left else None
         except BaseException:
