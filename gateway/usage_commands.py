@@ -6,16 +6,23 @@ import argparse
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidArgument
 from gateway.config.settings import variable
 from gateway.usage import report
-from gateway.usage.store import SUMS, UsageRecord
 
-FORMATS = ("table", "csv", "json")
+OPTIONS = {
+    "from": "a date or a time; the month's beginning by default",
+    "to": "the first date or time that is left out; now by default",
+    "time-zone": "of dates, hours and days; UTC by default",
+    "group-by": f"some of {', '.join(report.GROUPS)}, with commas",
+    "tenant": "such as acme or acme/research, with all below it",
+    "model": "of these requests alone",
+    "endpoint": "of these requests alone, such as chat or embeddings",
+    "request-id": "of this request alone, with --requests",
+}
 
 
 def add(commands: Any) -> None:
@@ -23,65 +30,33 @@ def add(commands: Any) -> None:
     text = "show what requests used and cost (docs/usage.md)"
     parser = commands.add_parser("usage", help=text, description=text)
     parser.set_defaults(run=show)
-    parser.add_argument(
-        "--db",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help=f"a usage database; else {variable('usage_db')}; several gateways': several times, added up",
-    )
-    parser.add_argument("--from", dest="from_", metavar="TIME", help="a date, or a time; else the month's beginning")
-    parser.add_argument("--to", metavar="TIME", help="the first date or time that is left out; else now")
-    parser.add_argument("--time-zone", default="UTC", metavar="ZONE", help="of dates, hours and days; UTC by default")
-    parser.add_argument("--group-by", default="", metavar="NAMES", help=f"some of {', '.join(report.GROUPS)}")
-    parser.add_argument("--tenant", default="", metavar="LEVEL", help="such as acme or acme/research; all by default")
-    parser.add_argument("--model", default="", help="of these requests alone")
-    parser.add_argument("--endpoint", default="", help="of these requests alone, such as chat or embeddings")
+    text = f"a usage database, {variable('usage_db')} by default; those of several gateways are added up"
+    parser.add_argument("--db", action="append", type=Path, metavar="FILE", help=text)
+    for name, text in OPTIONS.items():
+        parser.add_argument(f"--{name}", help=text)
     parser.add_argument("--requests", action="store_true", help="list the requests in place of sums")
-    parser.add_argument("--request-id", default="", metavar="ID", help="of this request alone, with --requests")
-    parser.add_argument("--format", choices=FORMATS, default="table")
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table")
 
 
 def show(arguments: argparse.Namespace) -> None:
     """Print a report. Raises: InvalidArgument, Unavailable."""
     own = os.environ.get(variable("usage_db"), "")
     paths = arguments.db or ([Path(own)] if own else [])
-    for path in paths:
-        if not path.is_file():
-            raise InvalidArgument("--db", f"must be a usage database, got {path}")
-    if not paths:
-        raise InvalidArgument("--db", f"must be set, or {variable('usage_db')}")
-    given = {name: value for name, value in vars(arguments).items() if isinstance(value, str) and value}
-    given |= {"from": arguments.from_} if arguments.from_ else {}
-    zone = report.zone_of(given, "UTC")
-    about = report.filter_of(given, arguments.tenant, zone, time.time())
-    columns: tuple[str, ...]
+    if not paths or not all(path.is_file() for path in paths):
+        raise InvalidArgument("--db", f"must be usage databases, got {', '.join(map(str, paths)) or 'none'}")
+    given = {name: value for name, value in vars(arguments).items() if isinstance(value, str)}
+    level = given.get("tenant", "")
     if arguments.requests:
-        rows, columns = _records(paths, about, zone), ("time", *UsageRecord._fields[1:])
+        made = report.requests(paths, given, level, "UTC", most=2**62)
     else:
-        groups = report.groups_of(arguments.group_by)
-        rows, columns = report.added([report.sums(path, about, groups, zone) for path in paths]), (*groups, *SUMS)
-    columns, rows = (*columns, "cost"), report.with_cost(rows)
+        made = report.sums(paths, given, level, "UTC")
     if arguments.format == "json":
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(made.rows, indent=2))
     elif arguments.format == "csv":
-        sys.stdout.write(report.as_csv(rows, columns))
+        sys.stdout.write(made.csv())
     else:
-        _print_table(rows, [name for name in columns if name != "micros"])
-
-
-def _records(paths: list[Path], about: report.Filter, zone: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for path in paths:
-        after = 0
-        while page := report.requests(path, about, after, report.MOST_RECORDS, zone):
-            found += page
-            after = page[-1]["number"]
-    return found
-
-
-def _print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:
-    cells = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        columns = [name for name in made.columns if name not in ("micros", "number")]
+        cells = [columns, *([str(row[name]) for name in columns] for row in made.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for line in cells:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

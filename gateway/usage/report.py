@@ -1,13 +1,14 @@
-"""Reports of a usage database: sums by time, tenant, model and endpoint, and the records behind them."""
+"""Reports of usage databases: sums by time, tenant, model and endpoint, and the records behind them."""
 
 from __future__ import annotations
 
 import csv
 import datetime
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 from contract.errors import InvalidArgument
@@ -18,14 +19,113 @@ from gateway.usage.store import QUARTER_S, SUMS, Filter, UsageRecord
 TIMES = ("hour", "day", "month")
 LEVELS = ("org", "team", "key")
 GROUPS = (*TIMES, *LEVELS, "model", "endpoint")
+FILTERS = ("from", "to", "tenant", "model", "endpoint", "time_zone")
 MOST_ROWS = 10_000
 MOST_RECORDS = 1000
-PARAMETERS = ("from", "to", "tenant", "model", "endpoint", "time_zone", "format")
 
 
-def time_of(name: str, text: str, zone: str) -> float:
-    """Return the Unix time of a date, or of a date with a time; without an offset in a time zone. Raises
-    InvalidArgument."""
+class Report(NamedTuple):
+    """rows: by the names in ``columns``. more: further fields of the whole."""
+
+    rows: list[dict[str, Any]]
+    columns: tuple[str, ...]
+    more: dict[str, Any]
+
+    def csv(self) -> str:
+        """Return it as CSV with a header. A text that a spreadsheet would run begins with an apostrophe."""
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(self.columns)
+        for row in self.rows:
+            values = [row[name] for name in self.columns]
+            writer.writerow([f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t\r" else one for one in values])
+        return text.getvalue()
+
+
+def sums(paths: Sequence[Path], given: Mapping[str, str], level: str, zone: str) -> Report:
+    """Return a row for each group with requests, in order, of all databases together; blocks.
+
+    given: parameters by FILTERS, and ``group_by``; by default one sum of the month so far. level: "" for all.
+    zone: the default of ``time_zone``.
+    Raises: InvalidArgument; Unavailable.
+    """
+    zone, about = _filter(given, level, zone)
+    for name, at_s in (("from", about.from_s), ("to", about.to_s)):
+        if at_s % QUARTER_S:
+            raise InvalidArgument(name, "must be a quarter of an hour; only lists of requests have any time")
+    named = [part.strip() for part in given.get("group_by", "").split(",") if part]
+    for name in named:
+        if name not in GROUPS:
+            raise InvalidArgument("group_by", f"must be some of {', '.join(GROUPS)}, got {name!r:.80}")
+    groups = tuple(name for name in GROUPS if name in named)
+    columns = [("start_s", TIMES), ("key", LEVELS), ("model", ("model",)), ("endpoint", ("endpoint",))]
+    stored = [column for column, names in columns if set(names) & set(groups)]
+    found: dict[tuple[str, ...], list[int]] = {}
+    for path in paths:
+        with store.reading(path) as db:
+            for row in store.sums(db, about, stored):
+                values = dict(zip(stored, row, strict=False))
+                total = found.setdefault(tuple(_group(name, values, zone) for name in groups), [0] * len(SUMS))
+                total[:] = [had + (more or 0) for had, more in zip(total, row[len(stored) :], strict=True)]
+                if len(found) > MOST_ROWS:
+                    problem = f"must give at most {MOST_ROWS} rows: fewer names, or less time"
+                    raise InvalidArgument("group_by", problem)
+    rows = [dict(zip((*groups, *SUMS), (*place, *total), strict=True)) for place, total in sorted(found.items())]
+    return Report([_with_cost(row) for row in rows], (*groups, *SUMS, "cost"), about._asdict())
+
+
+def requests(
+    paths: Sequence[Path], given: Mapping[str, str], level: str, zone: str, most: int = MOST_RECORDS
+) -> Report:
+    """Return the records of ended requests, of each database in the order of their writing; blocks.
+
+    given: parameters by FILTERS, ``request_id``, ``limit`` and ``after``, the number of a record. most: of ``limit``.
+    Otherwise as ``sums``.
+    """
+    zone, about = _filter(given, level, zone)
+    limit, after = (
+        _integer(given, name, default, top) for name, default, top in (("limit", most, most), ("after", 0, 2**62))
+    )
+    rows = []
+    for path in paths:
+        with store.reading(path) as db:
+            for number, record in store.records(db, about, after, limit):
+                at = datetime.datetime.fromtimestamp(record.time_s, ZoneInfo(zone)).isoformat(timespec="milliseconds")
+                rows.append(_with_cost({"number": number, "time": at, **record._asdict()}))
+    more = {"has_more": len(rows) >= limit > 0, "last": rows[-1]["number"] if rows else after}
+    return Report(rows, ("number", "time", *UsageRecord._fields[1:], "cost"), more)
+
+
+def _with_cost(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "cost": f"{row['micros'] // 10**6}.{row['micros'] % 10**6:06d}"}
+
+
+def _group(name: str, row: Mapping[str, Any], zone: str) -> str:
+    if name == "hour":
+        return datetime.datetime.fromtimestamp(row["start_s"], ZoneInfo(zone)).replace(minute=0).isoformat()
+    if name in TIMES:
+        return period_at("day" if name == "day" else "month", zone, row["start_s"]).name
+    if name in LEVELS:
+        return "/".join(row["key"].split("/")[: LEVELS.index(name) + 1])
+    return str(row[name])
+
+
+def _filter(given: Mapping[str, str], level: str, zone: str) -> tuple[str, Filter]:
+    """Return the time zone and the filter of a report."""
+    try:
+        zone = check_zone(given.get("time_zone", zone))
+    except ValueError as exc:
+        raise InvalidArgument("time_zone", str(exc)) from None
+    now_s = time.time()
+    from_s = _time("from", given["from"], zone) if "from" in given else period_at("month", zone, now_s).start_s
+    to_s = _time("to", given["to"], zone) if "to" in given else (now_s // QUARTER_S + 1) * QUARTER_S
+    if to_s < from_s:
+        raise InvalidArgument("to", f"must not be before from, got {given.get('to')!r}")
+    return zone, Filter(from_s, to_s, level, *(given.get(name, "") for name in ("model", "endpoint", "request_id")))
+
+
+def _time(name: str, text: str, zone: str) -> float:
+    """Return the Unix time of a date, or of a date with a time; without an offset in the time zone."""
     try:
         if len(text) == 10:
             return midnight_s(datetime.date.fromisoformat(text), zone)
@@ -37,100 +137,8 @@ def time_of(name: str, text: str, zone: str) -> float:
         raise InvalidArgument(name, f"must be {allowed}, got {text!r:.80}") from None
 
 
-def zone_of(given: Mapping[str, str], default: str) -> str:
-    """Return the time zone of a query. Raises InvalidArgument."""
-    try:
-        return check_zone(given.get("time_zone", default))
-    except ValueError as exc:
-        raise InvalidArgument("time_zone", str(exc)) from None
-
-
-def filter_of(given: Mapping[str, str], level: str, zone: str, now_s: float) -> Filter:
-    """Return the filter of a query: by default of the month so far. Raises InvalidArgument."""
-    from_s = time_of("from", given["from"], zone) if "from" in given else period_at("month", zone, now_s).start_s
-    to_s = time_of("to", given["to"], zone) if "to" in given else (now_s // QUARTER_S + 1) * QUARTER_S
-    if to_s < from_s:
-        raise InvalidArgument("to", f"must not be before from, got {given.get('to')!r}")
-    return Filter(from_s, to_s, level, given.get("model", ""), given.get("endpoint", ""), given.get("request_id", ""))
-
-
-def groups_of(text: str) -> tuple[str, ...]:
-    """Return what sums are grouped by. Raises InvalidArgument."""
-    found = tuple(part.strip() for part in text.split(",")) if text else ()
-    for name in found:
-        if name not in GROUPS:
-            raise InvalidArgument("group_by", f"must be some of {', '.join(GROUPS)}, got {name!r:.80}")
-    return tuple(name for name in GROUPS if name in found)
-
-
-def sums(path: Path, about: Filter, groups: Sequence[str], zone: str) -> list[dict[str, Any]]:
-    """Return a row for each group with requests, in order; without groups one row. Blocks.
-
-    Raises: InvalidArgument for times between quarters of an hour, and for too many rows.
-    """
-    for name, at_s in (("from", about.from_s), ("to", about.to_s)):
-        if at_s % QUARTER_S:
-            raise InvalidArgument(name, "must be a quarter of an hour; /v1/usage/requests has any time")
-    columns = ["start_s"] if set(groups) & set(TIMES) else []
-    columns += ["key"] if set(groups) & set(LEVELS) else []
-    columns += [name for name in ("model", "endpoint") if name in groups]
-    found: dict[tuple[str, ...], list[int]] = {}
-    with store.reading(path) as db:
-        for row in store.sums(db, about, columns):
-            named = dict(zip(columns, row, strict=False))
-            place = tuple(_group(name, named, zone) for name in groups)
-            total = found.setdefault(place, [0] * len(SUMS))
-            for number, value in enumerate(row[len(columns) :]):
-                total[number] += value or 0
-            if len(found) > MOST_ROWS:
-                raise InvalidArgument("group_by", f"must give at most {MOST_ROWS} rows; ask for less time, or fewer")
-    return [dict(zip((*groups, *SUMS), (*place, *total), strict=True)) for place, total in sorted(found.items())]
-
-
-def _group(name: str, row: Mapping[str, Any], zone: str) -> str:
-    if name == "hour":
-        hour = datetime.datetime.fromtimestamp(row["start_s"], ZoneInfo(zone)).replace(minute=0, second=0)
-        return hour.isoformat()
-    if name in ("day", "month"):
-        return period_at("day" if name == "day" else "month", zone, row["start_s"]).name
-    if name in LEVELS:
-        return "/".join(row["key"].split("/")[: LEVELS.index(name) + 1])
-    return str(row[name])
-
-
-def requests(path: Path, about: Filter, after: int, most: int, zone: str) -> list[dict[str, Any]]:
-    """Return the records of ended requests in the order of their writing, behind number ``after``. Blocks."""
-    with store.reading(path) as db:
-        return [{"number": number, **_fields(one, zone)} for number, one in store.records(db, about, after, most)]
-
-
-def _fields(record: UsageRecord, zone: str) -> dict[str, Any]:
-    fields = record._asdict()
-    at = datetime.datetime.fromtimestamp(fields.pop("time_s"), ZoneInfo(zone))
-    return {"time": at.isoformat(timespec="milliseconds"), **fields}
-
-
-def with_cost(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with ``cost``, a decimal number as text, behind ``micros``."""
-    return [{**row, "cost": f"{row['micros'] // 10**6}.{row['micros'] % 10**6:06d}"} for row in rows]
-
-
-def added(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows of several databases as one report's."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in (row for rows in reports for row in rows):
-        place = tuple(value for name, value in row.items() if name not in SUMS)
-        known = found.setdefault(place, {**row, **dict.fromkeys(SUMS, 0)})
-        known.update({name: known[name] + row[name] for name in SUMS})
-    return [found[place] for place in sorted(found)]
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Return rows as CSV with a header. A text that a spreadsheet would run as a formula begins with an apostrophe."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\r\n")
-    writer.writerow(columns)
-    for row in rows:
-        values = [row[name] for name in columns]
-        writer.writerow([f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t\r" else one for one in values])
-    return text.getvalue()
+def _integer(given: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = given.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and int(text) <= most):
+        raise InvalidArgument(name, f"must be an integer from 0 to {most}, got {text!r:.80}")
+    return int(text)

@@ -52,7 +52,7 @@ def test_the_database_is_the_environments_by_default(
     monkeypatch.setenv("TRIDENT_GATEWAY_USAGE_DB", str(path))
     assert "7" in run(capsys, *SPAN)
     monkeypatch.delenv("TRIDENT_GATEWAY_USAGE_DB")
-    with pytest.raises(InvalidArgument, match="--db: must be set"):
+    with pytest.raises(InvalidArgument, match="--db: must be usage databases, got none"):
         run(capsys)
-    with pytest.raises(InvalidArgument, match="--db: must be a usage database, got"):
+    with pytest.raises(InvalidArgument, match="--db: must be usage databases, got /"):
         run(capsys, "--db", str(path) + "x")

@@ -10,7 +10,8 @@ import pytest
 
 from contract.errors import InvalidArgument
 from gateway.usage import report
-from gateway.usage.store import Filter, UsageStore
+from gateway.usage.report import Report
+from gateway.usage.store import UsageStore
 from tests.gateway.usage.test_store import record
 
 BERLIN = "Europe/Berlin"
@@ -36,50 +37,69 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "usage"
 
 
+def sums(path: Path, *paths: Path, level: str = "", **given: str) -> list[dict]:
+    given = {"from": "2026-10-24", "to": "2026-10-27", **given}
+    return report.sums([path, *paths], given, level, BERLIN).rows
+
+
 def test_days_and_hours_are_those_of_the_zone(path: Path) -> None:
-    about = Filter(at("2026-10-24T00:00"), at("2026-10-27T00:00"))
-    days = [(row["day"], row["requests"]) for row in report.sums(path, about, ("day",), BERLIN)]
+    days = [(row["day"], row["requests"]) for row in sums(path, group_by="day")]
     assert days == [("2026-10-24", 1), ("2026-10-25", 4), ("2026-10-26", 1)]
-    hours = [row["hour"] for row in report.sums(path, about, ("hour",), BERLIN)]
+    hours = [row["hour"] for row in sums(path, group_by="hour")]
     assert hours[2:4] == ["2026-10-25T02:00:00+01:00", "2026-10-25T02:00:00+02:00"]
-    in_india = report.sums(path, about, ("hour",), "Asia/Kolkata")
+    in_india = sums(path, group_by="hour", time_zone="Asia/Kolkata")
     assert in_india[0]["hour"] == "2026-10-25T03:00:00+05:30" and sum(row["requests"] for row in in_india) == 6
-    (month,) = report.sums(path, about, ("month", "org"), BERLIN)
+    (month,) = sums(path, group_by="org, month")
+    assert list(month)[:2] == ["month", "org"]
     assert (month["month"], month["org"], month["requests"]) == ("2026-10", "acme", 6)
 
 
 def test_a_day_that_is_asked_for_has_its_25_hours(path: Path) -> None:
     given = {"from": "2026-10-25", "to": "2026-10-26"}
-    about = report.filter_of(given, "", BERLIN, 0.0)
-    assert about.to_s - about.from_s == 25 * 3600
-    (row,) = report.sums(path, about, (), BERLIN)
-    assert row["requests"] == 4
-    (row,) = report.sums(path, about._replace(model="other"), (), BERLIN)
-    assert row["requests"] == 0
+    made = report.sums([path], given, "", BERLIN)
+    assert made.more["to_s"] - made.more["from_s"] == 25 * 3600 and made.rows[0]["requests"] == 4
+    assert sums(path, **given, model="other")[0]["requests"] == 0
+    assert sums(path, **given, level="acme/research")[0]["requests"] == 4
+    assert sums(path, **given, level="acme/r")[0]["requests"] == 0
 
 
-def test_times_are_read_with_and_without_an_offset() -> None:
-    assert report.time_of("to", "2026-10-25T10:00:00Z", BERLIN) == at("2026-10-25T11:00:00")
-    assert report.time_of("to", "2026-10-25T10:00:00 01:00", "UTC") == at("2026-10-25T10:00:00")
-    assert report.time_of("to", "2026-10-25T10:00", BERLIN) == at("2026-10-25T10:00:00")
-    for wrong in ("", "2026-02-30", "now", "2026-10-25T25:00"):
-        with pytest.raises(InvalidArgument, match="to: must be a date"):
-            report.time_of("to", wrong, BERLIN)
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2026-10-25T10:00:00Z", "2026-10-25T11:00:00"),
+        ("2026-10-25T10:00:00 01:00", "2026-10-25T10:00:00"),
+        ("2026-10-25T10:00", "2026-10-25T10:00:00"),
+    ],
+)
+def test_times_are_read_with_and_without_an_offset(path: Path, text: str, moment: str) -> None:
+    assert report.sums([path], {"from": text}, "", BERLIN).more["from_s"] == at(moment)
 
 
-def test_by_default_a_report_is_of_the_month_so_far() -> None:
-    about = report.filter_of({}, "acme", BERLIN, at("2026-11-23T10:07"))
-    assert (about.from_s, about.to_s, about.level) == (at("2026-11-01T00:00"), at("2026-11-23T10:15"), "acme")
+@pytest.mark.parametrize("wrong", ["", "2026-02-30", "now", "2026-10-25T25:00"])
+def test_what_is_no_time_is_named(path: Path, wrong: str) -> None:
+    with pytest.raises(InvalidArgument, match="to: must be a date"):
+        sums(path, to=wrong)
+
+
+def test_by_default_a_report_is_of_the_month_so_far(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.time, "time", lambda: at("2026-11-23T10:07"))
+    more = report.sums([path], {}, "acme", BERLIN).more
+    assert (more["from_s"], more["to_s"], more["level"]) == (at("2026-11-01T00:00"), at("2026-11-23T10:15"), "acme")
 
 
 def test_databases_are_added_up(path: Path) -> None:
-    about = Filter(at("2026-10-24T00:00"), at("2026-10-27T00:00"))
-    once = report.sums(path, about, ("day",), BERLIN)
-    twice = report.added([once, once])
+    once, twice = sums(path, group_by="day"), sums(path, path, group_by="day")
     assert [row["requests"] for row in twice] == [2 * row["requests"] for row in once]
-    assert report.with_cost(twice)[0]["cost"] == "0.000042"
+    assert twice[0]["cost"] == "0.000042"
+
+
+def test_a_report_has_a_bounded_number_of_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MOST_ROWS", 2)
+    with pytest.raises(InvalidArgument, match="group_by: must give at most 2 rows"):
+        sums(path, group_by="day")
 
 
 def test_a_spreadsheet_runs_nothing() -> None:
     rows = [{"request_id": "=cmd()", "micros": -1}, {"request_id": 'a,"b"', "micros": 2}]
-    assert report.as_csv(rows, ("request_id", "micros")) == 'request_id,micros\r\n\'=cmd(),-1\r\n"a,""b""",2\r\n'
+    text = Report(rows, ("request_id", "micros"), {}).csv()
+    assert text == 'request_id,micros\r\n\'=cmd(),-1\r\n"a,""b""",2\r\n'
