@@ -97,7 +97,7 @@ class Choices:
     def _added_micros(self, index: int) -> int:
         """Return what a generation that ends adds to the cost: of choices of one prompt, the first has the prompt's."""
         ended, before = self.generations[index], self._micros
-        # A batch runs a line again whose generation was cut, and tells nobody what came of it.
+        # A batch runs a line again whose generation was cut, and what came of it before is dropped.
         self._usages[index] = ended.usage if ended.finish_reason or self._operation != BATCH else None
         self._micros = self._permit.ticket.charge.micros(self._total())
         return self._micros - before

@@ -59,7 +59,8 @@ from gateway.telemetry.budget_watch import BudgetWatch
 from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
 from gateway.telemetry.tracing import Tracing, end_span
-from gateway.usage.ledger import UsageLedger
+from gateway.usage.store import UsageRecord, UsageStore
+from gateway.usage.writer import Writer
 from gateway.watchdog import Watchdog
 
 ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
@@ -104,9 +105,8 @@ class Service:
         policy = configuration.policy
         lease_s = budget_lease_s(settings, configuration)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
-        self.usage = UsageLedger(settings, self.metrics.registry) if settings.usage_db else None
-        database = self.usage.store if self.usage is not None and self._redis is None and link is None else None
-        own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, database)
+        self.usage = UsageStore(settings) if settings.usage_db else None
+        own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, None if self._redis else self.usage)
         self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
@@ -129,7 +129,8 @@ class Service:
         self.budget_watch = BudgetWatch(self.metrics.registry)
         self.admission.on_reserved = self.budget_watch.observe
         if self.usage is not None:
-            self.admission.on_charged = self.usage.writer.add
+            self.ledger = Writer[UsageRecord](list, self.usage.add, self.metrics.usage_lost.inc)
+            self.admission.on_charged = self.ledger.add
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self.prompts = Registry(settings.prompts) if settings.prompts else None
         if self.prompts is not None and self.prompts.problems:
@@ -323,7 +324,8 @@ class Service:
         self.models.close()
         await self.budgets.aclose()
         if self.usage is not None:
-            await self.usage.close()
+            await self.ledger.aclose()
+            self.usage.close()
         if self.shared_state is not None:
             await self.shared_state.close()
         if self._redis is not None:

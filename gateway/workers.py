@@ -47,7 +47,7 @@ class Workers:
     def __init__(self, settings: Settings, http_port: int, grpc_port: int, lease_s: float) -> None:
         self._settings, self._ports = settings, (http_port, grpc_port)
         self._folder = Path(tempfile.mkdtemp(prefix="trident-gateway-"))
-        database = UsageStore(settings.usage_db) if settings.usage_db else None
+        database = UsageStore(settings) if settings.usage_db else None
         self._hub = Hub(settings.max_in_flight, lease_s, self._ready, database)
         self._metrics = WorkerMetrics()
         self._processes: dict[int, asyncio.subprocess.Process] = {}

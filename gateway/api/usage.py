@@ -39,7 +39,7 @@ def routes(service: Service) -> list[Route]:
     """Return the endpoints; none without a usage database."""
     if service.usage is None:
         return []
-    path, commit = service.usage.path, service.usage.writer.commit
+    path, commit = service.usage.path, service.ledger.commit
 
     def answered(make: Callable[..., Report], *names: str) -> Callable[[Request], Awaitable[Response]]:
         allowed = (*report.FILTERS, "format", *names)

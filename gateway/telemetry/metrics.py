@@ -66,6 +66,8 @@ class Metrics:
         self.pool_refusals = counter("trident_gateway_pool_refusals", text, ("pool", "reason"))
         text = "Tokens of the generations of a pool or overflow target"
         self.pool_tokens = counter("trident_gateway_pool_tokens", text, ("pool", "direction"))
+        text = "Records of ended requests that were lost, since the usage database could not be written"
+        self.usage_lost = counter("trident_gateway_usage_lost", text)
         by_tenant = ("tenant", "operation")
         text = "Prompt tokens of the engine's generations, by tenant"
         self.tenant_prompt = histogram("trident_gateway_tenant_prompt_tokens", text, by_tenant, buckets=TOKENS)

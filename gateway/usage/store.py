@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contract.errors import InvalidArgument, Unavailable
+from gateway.config.settings import DAY_S, Settings
 from gateway.database import Database
 
 QUARTER_S = 900
 PURGE_S = 3600.0
-DAY_S = 86_400
 _VERSION = 1
 _SCHEMA = """
 CREATE TABLE requests (
@@ -91,13 +91,13 @@ class Filter(NamedTuple):
 
 
 class UsageStore(Database):
-    """Every method blocks. keep_days: of records; sums_keep_days: of their sums. clock: Unix seconds."""
+    """Every method blocks. settings: the file, and how long records and their sums are kept. clock: Unix seconds."""
 
-    def __init__(
-        self, path: Path, keep_days: int = 90, sums_keep_days: int = 800, clock: Callable[[], float] = time.time
-    ) -> None:
-        super().__init__(path, "usage database", _SCHEMA, _VERSION)
-        self._keep_days, self._sums_keep_days, self._clock = keep_days, sums_keep_days, clock
+    path: Path
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(settings.usage_db, "usage database", _SCHEMA, _VERSION)
+        self._settings, self._clock = settings, clock
         self._purge_s = 0.0
 
     def lock(self) -> int:
@@ -132,8 +132,8 @@ class UsageStore(Database):
 
     def _purge(self, db: sqlite3.Connection) -> None:
         now_s = self._clock()
-        db.execute("DELETE FROM requests WHERE time_s < ?", (now_s - self._keep_days * DAY_S,))
-        db.execute("DELETE FROM quarters WHERE start_s < ?", (now_s - self._sums_keep_days * DAY_S,))
+        db.execute("DELETE FROM requests WHERE time_s < ?", (now_s - self._settings.usage_keep_days * DAY_S,))
+        db.execute("DELETE FROM quarters WHERE start_s < ?", (now_s - self._settings.usage_sums_keep_days * DAY_S,))
         db.execute("DELETE FROM budgets WHERE ends_s < ?", (now_s - DAY_S,))
 
     def put_budgets(self, rows: Iterable[tuple[str, float, float, str]]) -> None:

@@ -18,23 +18,25 @@ _Item = TypeVar("_Item")
 class Writer(Generic[_Item]):
     """prepare: returns what ``write`` gets for the items of a batch, on the loop. write: blocks; may raise Unavailable.
 
-    lost: items that came while MOST waited for a database that fails.
+    lost: called for an item that comes while MOST wait for a database that fails.
     """
 
-    def __init__(self, prepare: Callable[[list[_Item]], Any], write: Callable[[Any], None]) -> None:
-        self._prepare, self._write = prepare, write
+    def __init__(
+        self,
+        prepare: Callable[[list[_Item]], Any],
+        write: Callable[[Any], None],
+        lost: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._prepare, self._write, self._lost = prepare, write, lost
         self._items: list[_Item] = []
         self._added = self._written = 0
         self._writing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.lost = 0
 
     def add(self, item: _Item) -> None:
         """Add an item, to be written within WRITE_S."""
         if len(self._items) >= MOST:
-            if not self.lost:
-                _LOG.error("the usage database cannot be written, and %d records wait: further ones are lost", MOST)
-            self.lost += 1
+            self._lost()
             return
         self._items.append(item)
         self._added += 1

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.config.settings import Settings
 from gateway.usage import report
 from gateway.usage.store import UsageStore
 from tests.fakes.replica import FakeReplica, Script
@@ -106,7 +107,7 @@ async def test_a_budget_outlives_kill_9_and_what_ran_counts_as_used(tmp_path: Pa
             await stopped(gateway)
     bill = recorded(database)
     assert bill["prompt_tokens"] + bill["completion_tokens"] == told + more
-    store = UsageStore(database)
+    store = UsageStore(Settings(usage_db=database))
     ((spent, leases),) = store.budgets().values()
     assert spent == told + more and [amount > 400 for amount, _ in json.loads(leases).values()] == [True]
     store.close()

@@ -11,15 +11,14 @@ import pytest
 
 from contract.errors import InvalidArgument
 from gateway import command_line
-from gateway.usage.store import UsageStore
-from tests.gateway.usage.test_store import NOW_S, record
+from tests.gateway.usage.test_store import NOW_S, opened, record
 
 SPAN = ["--from", "2033-05-18", "--to", "2033-05-19"]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    database = UsageStore(tmp_path / "usage", 36_500, 36_500)
+    database = opened(tmp_path)
     database.add([record(NOW_S, key, tokens) for key, tokens in (("acme/a/x", 1), ("acme/b/y", 2), ("other/a/z", 4))])
     database.close()
     return tmp_path / "usage"

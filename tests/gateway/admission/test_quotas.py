@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, Unavailable
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
+from gateway.config.settings import Settings
 from gateway.config.tenant import Level, Limits, Quota, Scope, applying
 from gateway.usage.store import UsageStore
 from tests.gateway.conftest import SteppedClock
@@ -38,7 +39,7 @@ async def make(request: pytest.FixtureRequest, clock: SteppedClock) -> AsyncIter
         path = request.getfixturevalue("tmp_path") / "usage"
 
         def new(**options: Any) -> BudgetStore:
-            database = UsageStore(path, clock=clock)
+            database = UsageStore(Settings(usage_db=path), clock)
             stores.append(MemoryStore(clock, database=database, wall=clock, **options))
             return stores[-1]
 
@@ -202,7 +203,7 @@ def test_what_is_charged_is_what_was_used_whenever_it_ends_and_whoever_dies(
             "a", Limits(quotas=tuple(Quota(length, False, 100, time_zone=zone) for length in ("day", "month")))
         )
         charged: dict[str, int] = {}
-        store = MemoryStore(clock, 60.0, UsageStore(path, clock=clock), clock)
+        store = MemoryStore(clock, 60.0, UsageStore(Settings(usage_db=path), clock), clock)
         for minutes, tokens, used, dies in steps:
             clock.advance(60 * minutes)
             reservation = await store.reserve((level,), tokens)
@@ -218,7 +219,7 @@ def test_what_is_charged_is_what_was_used_whenever_it_ends_and_whoever_dies(
             assert max(charged.values()) <= 100
             if dies <= 1:
                 await store.aclose() if dies else os.close(store._lock)  # as kill -9 does
-                store = MemoryStore(clock, 60.0, UsageStore(path, clock=clock), clock)
+                store = MemoryStore(clock, 60.0, UsageStore(Settings(usage_db=path), clock), clock)
         clock.advance(61)
         for standing in (await store.reserve((level,), 0)).standings:
             assert 100 - standing.balance == charged.get(standing.demand.bucket, 0)
@@ -229,7 +230,7 @@ def test_what_is_charged_is_what_was_used_whenever_it_ends_and_whoever_dies(
 
 async def test_a_reservation_that_cannot_be_written_is_refused(tmp_path: Path, clock: SteppedClock) -> None:
     clock.now_s = at("2026-11-23T12:00")
-    database = UsageStore(tmp_path / "usage", clock=clock)
+    database = UsageStore(Settings(usage_db=tmp_path / "usage"), clock)
     store = MemoryStore(clock, database=database, wall=clock)
     database.close()
     with pytest.raises(Unavailable, match="the usage database failed"):
@@ -240,7 +241,7 @@ async def test_a_reservation_that_cannot_be_written_is_refused(tmp_path: Path, c
 
 
 async def test_a_second_gateway_may_not_count_in_the_same_file(tmp_path: Path, clock: SteppedClock) -> None:
-    store = MemoryStore(clock, database=UsageStore(tmp_path / "usage"))
+    store = MemoryStore(clock, database=UsageStore(Settings(usage_db=tmp_path / "usage")))
     with pytest.raises(InvalidArgument, match="give each its own, and share budgets with"):
-        MemoryStore(clock, database=UsageStore(tmp_path / "usage"))
+        MemoryStore(clock, database=UsageStore(Settings(usage_db=tmp_path / "usage")))
     await store.aclose()

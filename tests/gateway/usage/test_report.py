@@ -11,8 +11,7 @@ import pytest
 from contract.errors import InvalidArgument
 from gateway.usage import report
 from gateway.usage.report import Report
-from gateway.usage.store import UsageStore
-from tests.gateway.usage.test_store import record
+from tests.gateway.usage.test_store import opened, record
 
 BERLIN = "Europe/Berlin"
 
@@ -23,7 +22,7 @@ def at(text: str, zone: str = BERLIN) -> float:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    database = UsageStore(tmp_path / "usage", 36_500, 36_500)
+    database = opened(tmp_path, keep_days=36_500, sums_keep_days=36_500)
     moments = [
         "2026-10-24T23:59:59",
         "2026-10-25T00:00:00",

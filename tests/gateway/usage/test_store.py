@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, Unavailable
+from gateway.config.settings import DAY_S, Settings
 from gateway.usage import store
-from gateway.usage.store import DAY_S, QUARTER_S, SUMS, Filter, UsageRecord, UsageStore
+from gateway.usage.store import QUARTER_S, SUMS, Filter, UsageRecord, UsageStore
 
 NOW_S = 2_000_000_000.0
 KEYS = ("acme/research/alice", "acme/research/bob", "acme/sales/carol", "acmes/team/dave", "")
@@ -21,7 +22,8 @@ def record(at_s: float = NOW_S, key: str = KEYS[0], tokens: int = 3, model: str 
 
 
 def opened(tmp_path: Path, **options: int) -> UsageStore:
-    return UsageStore(tmp_path / "usage", **options, clock=lambda: NOW_S)
+    kept = {f"usage_{name}": days for name, days in options.items()}
+    return UsageStore(Settings(usage_db=tmp_path / "usage", **kept), lambda: NOW_S)
 
 
 def everything(path: Path, columns: tuple[str, ...] = (), **about: str) -> list[tuple]:
