@@ -280,7 +280,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logs.configure(settings.log_level, settings.log_format)
-    for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
+    for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
         _LOG.warning("%s", problem)
     raise_open_files(settings.max_in_flight)
     run_in_batches()

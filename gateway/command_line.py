@@ -68,7 +68,7 @@ def check_all(arguments: argparse.Namespace) -> None:
     """Read the settings and the configuration file. Raises: InvalidArgument for the first wrong field."""
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
-    for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
+    for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
         print(f"warning: {problem}", file=sys.stderr)
     print(f"{settings.config or 'the environment'}: valid; {len(reading.keys)} keys")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class Batches:
             max_batches=settings.batch_max_batches,
         )
         origins = tuple(filter(None, (part.strip() for part in settings.batch_webhook_origins.split(","))))
-        webhooks = Webhooks(origins, settings.batch_webhook_secret)
+        webhooks = Webhooks(origins, functools.partial(settings.secret, "batch_webhook_secret"))
         signals = InteractiveSignals(service)
         self._store = BatchStore(settings.batch_db, limits)
         self.worker = BatchWorker(

@@ -34,12 +34,12 @@ class Webhooks:
     """Call webhooks.
 
     origins: ``https://hooks.example.org``, with a port unless it is the scheme's default; none turns webhooks off.
-    secret: ``whsec_`` and at least 24 bytes in base64.
+    secret: returns ``whsec_`` and at least 24 bytes in base64.
     Raises: InvalidArgument; the message does not repeat the secret.
     """
 
     origins: Sequence[str] = ()
-    secret: str = ""
+    secret: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         for origin in self.origins:
@@ -64,6 +64,7 @@ class Webhooks:
         """Report that a batch has ended. Returns whether the receiver accepted it; False for a disallowed origin."""
         try:
             self.check(batch.webhook_url)
+            self._key()
         except InvalidArgument:
             return False
         event_id, now_s = f"evt_{batch.id.removeprefix('batch_')}", int(clock())
@@ -90,11 +91,12 @@ class Webhooks:
         return "v1," + base64.b64encode(hmac.new(self._key(), signed, hashlib.sha256).digest()).decode()
 
     def _key(self) -> bytes:
+        secret = self.secret()
         try:
-            key = base64.b64decode(self.secret.removeprefix(_PREFIX), validate=True)
+            key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
         except binascii.Error:
             key = b""
-        if not self.secret.startswith(_PREFIX) or len(key) < 24:
+        if not secret.startswith(_PREFIX) or len(key) < 24:
             raise InvalidArgument("batch_webhook_secret", f"must be {_PREFIX} and at least 24 random bytes in base64")
         return key
 

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from contract.errors import TridentError
+from contract.errors import InvalidArgument, TridentError
 from gateway.encoding import Encoding
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
 
@@ -59,14 +59,13 @@ class EmbeddingsClient:
 
     url: of the API, up to and with ``/v1``.
     model: sent as ``model``.
-    api_key: sent as a bearer token; empty: none is sent.
+    api_key: returns what is sent as a bearer token; empty: none is sent.
     timeout_s: longest time of one request.
     """
 
-    def __init__(self, url: str, model: str, api_key: str, timeout_s: float) -> None:
+    def __init__(self, url: str, model: str, api_key: Callable[[], str], timeout_s: float) -> None:
         self._url, self._model = f"{url.rstrip('/')}/embeddings", model
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout_s = timeout_s
+        self._api_key, self._timeout_s = api_key, timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._breaker = Breaker()
         self._outstanding = 0
@@ -85,7 +84,15 @@ class EmbeddingsClient:
         vector = None
         try:
             vector = _unit_vector(await asyncio.wait_for(self._post(text), self._timeout_s))
-        except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+        except (
+            asyncio.TimeoutError,
+            aiohttp.ClientError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            InvalidArgument,
+        ):
             pass
         except asyncio.CancelledError:
             self._breaker = self._breaker.left(time.monotonic())
@@ -103,7 +110,9 @@ class EmbeddingsClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT))
         body = orjson.dumps({"model": self._model, "input": text, "encoding_format": "float"})
-        headers = {"content-type": "application/json", **self._headers}
+        headers = {"content-type": "application/json"}
+        if api_key := self._api_key():
+            headers["authorization"] = f"Bearer {api_key}"
         # A redirect would send the text and the key to an address that is not configured.
         async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
             if response.status != 200:

@@ -229,7 +229,8 @@ def configured(
     model, timeout_s = settings.semantic_model, settings.semantic_timeout_s
     embeddings: Embeddings
     if settings.semantic_url:
-        embeddings = EmbeddingsClient(settings.semantic_url, model, settings.semantic_api_key, timeout_s)
+        api_key = functools.partial(settings.secret, "semantic_api_key")
+        embeddings = EmbeddingsClient(settings.semantic_url, model, api_key, timeout_s)
     else:
         assert encoding is not None and pool is not None
         found = functools.partial(pool, model)

@@ -34,6 +34,7 @@ class Reading:
     keys: KeyTable
     policy: Policy
     pools: Pools
+    files: tuple[Path, ...] = ()  # with secrets of it
 
     @property
     def keyed(self) -> bool:
@@ -66,7 +67,8 @@ def reading(
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
         raise InvalidArgument(f"{path}: {keys.quotas}", problem)
-    return Reading(keys, rules, there)
+    files = [*policy.secret_files(found), *map(Path, filter(None, [environ.get(tenants.API_KEYS_FILE)]))]
+    return Reading(keys, rules, there, tuple(files))
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -90,8 +92,11 @@ class Configuration:
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
         self._path, self._environ, self._pools = path, environ, pools
+        self._watched: tuple[Path, ...] = (path,) if path is not None else ()
         self._seen = self._signature()
         self._reading = read(path, environ, pools)
+        self._watched += self._reading.files
+        self._seen += self._signature()[len(self._seen) :]
         self.changed: Callable[[], None] = lambda: None
         self.prepare: Callable[[Policy], None] = lambda policy: None
         self.noted: Callable[[str, list[str]], None] = lambda problem, sections: None
@@ -148,19 +153,19 @@ class Configuration:
         return found if found is not None and found.name == tenant else None
 
     async def watch(self) -> None:
-        """Read the file whenever it changes, until cancelled."""
-        while self._path is not None:
+        """Read the file whenever it or a file with a secret of it changes, until cancelled."""
+        while self._watched:
             await asyncio.sleep(POLL_S)
             await self.poll()
 
     async def poll(self) -> None:
         """Read the file if it changed since the last poll."""
-        if self._path is not None and self._signature() != self._seen:
+        if self._signature() != self._seen:
             await self.reload()
 
     async def reload(self) -> None:
         """Read the file, changed or not. One that cannot be used changes nothing and is logged once."""
-        if self._path is None:
+        if not self._watched:
             return
         async with self._reloading:
             self._seen = self._signature()
@@ -181,6 +186,10 @@ class Configuration:
 
     def _take(self, reading: Reading) -> None:
         keys, old, self._reading, self.problem = self._reading.keys, self.policy, reading, ""
+        watched = (*filter(None, [self._path]), *reading.files)
+        if watched != self._watched:
+            self._watched = watched
+            self._seen = self._signature()
         changed = [name for name in policy.SECTIONS if getattr(old, name) != getattr(reading.policy, name)]
         self.noted("", changed + (["orgs"] if keys.file != reading.keys.file else []))
         for place, before, after in (
@@ -192,9 +201,13 @@ class Configuration:
         _LOG.info("the configuration was read again")
         self.changed()
 
-    def _signature(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat() if self._path else None
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_size, status.st_ino) if status else None
+    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_status, self._watched))
+
+
+def _status(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

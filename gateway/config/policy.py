@@ -5,7 +5,7 @@ docs/gateway-configuration.md shows a file with every field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -351,6 +351,7 @@ class Policy(BaseModel):
         return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
 
 
+FILE = "$file:"
 SECTIONS = tuple(Policy.model_fields)
 _POLICY = TypeAdapter(Policy)
 
@@ -401,13 +402,32 @@ def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
             raise InvalidArgument(f"{path}: {field}", f"must be one of the pools {allowed}, got {pool!r}")
 
 
+def secret(field: str, path: str | Path) -> str:
+    """Return the secret in a file, without blanks around it. Raises InvalidArgument."""
+    try:
+        return Path(path).expanduser().read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(field, f"must be a file that can be read, got {path}: {exc}") from exc
+
+
+def secret_files(table: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the files that texts in a table name."""
+    for value in table.values():
+        if isinstance(value, Mapping):
+            yield from secret_files(value)
+        elif isinstance(value, str) and value.startswith(FILE):
+            yield Path(value.removeprefix(FILE)).expanduser()
+
+
 def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: str = "") -> Any:
-    """Return ``value`` with each text that begins with $ replaced by that environment variable."""
+    """Return ``value`` with each text that begins with $ replaced by that environment variable, or file."""
     if isinstance(value, Mapping):
         return {
             key: _from_environment(path, inner, environ, f"{field}.{key}" if field else key)
             for key, inner in value.items()
         }
+    if isinstance(value, str) and value.startswith(FILE):
+        return secret(f"{path}: {field}", value.removeprefix(FILE))
     if isinstance(value, str) and value.startswith("$"):
         if value[1:] not in environ:
             raise InvalidArgument(f"{path}: {field}", f"the environment has no variable {value[1:]}")

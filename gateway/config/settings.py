@@ -17,7 +17,7 @@ from clients.replica_set import discovery, picks
 from clients.wire.connection import TLS
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
-from gateway.config.policy import ReasoningFormat, ToolFormat
+from gateway.config.policy import ReasoningFormat, ToolFormat, secret
 
 PREFIX = "TRIDENT_GATEWAY_"
 MAX_BODIES_BYTES = 256 * 1024 * 1024
@@ -25,6 +25,7 @@ MONITORING_OFFSET = 2  # of the default monitoring port from the HTTP port
 SCORED = "scored"
 REGISTERED = "registered"
 DAY_S = 86_400
+SECRETS = ("redis", "semantic_api_key", "batch_webhook_secret")  # which a file may hold, named by …_FILE
 _POLICIES = (SCORED, *picks.BY_NAME)
 
 
@@ -82,6 +83,7 @@ SecondsOrZero = Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1), Allowed("text, not empty")]
 Url = Annotated[str, AfterValidator(_url), Allowed("http://… or https://…")]
 File = Annotated[AbsolutePath, AfterValidator(_existing)]
+SecretFile = Annotated[File | None, Allowed("a file with nothing else")]
 PemFile = Annotated[File | None, Allowed("a PEM file")]
 Pairs = Annotated[Mapping[str, str], NoDecode, BeforeValidator(_pairs)]
 
@@ -159,6 +161,7 @@ class Settings(EnvironmentSettings):
         description="Redis or Valkey (`redis://…`, `rediss://…`, `unix:///PATH`) where the gateways share caps, "
         "idempotent streams, cached responses and what their breakers found; unset: each process has its own",
     )
+    redis_file: SecretFile = Field(None, description="file with REDIS, read at start")
     config: File | None = Field(None, description="TOML file with tenants and rules (docs/gateway-configuration.md)")
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         1, description="processes that serve; they share ports, limits and queues (docs/operations.md)"
@@ -203,6 +206,7 @@ class Settings(EnvironmentSettings):
         description="model of the semantic cache: an encoder of this gateway, or one at SEMANTIC_URL; unset: no cache",
     )
     semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
+    semantic_api_key_file: SecretFile = Field(None, description="file with SEMANTIC_API_KEY; it may be replaced")
     semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")
     semantic_threshold: Annotated[float, Field(ge=0.5, le=1, allow_inf_nan=False)] = Field(
         0.95, description="lowest cosine similarity of a hit (docs/decisions/0011)"
@@ -249,6 +253,9 @@ class Settings(EnvironmentSettings):
         "", description="`https://HOST,https://HOST:PORT`: the only origins that webhooks may call"
     )
     batch_webhook_secret: str = Field("", repr=False, description="`whsec_…`, which signs webhook calls")
+    batch_webhook_secret_file: SecretFile = Field(
+        None, description="file with BATCH_WEBHOOK_SECRET; it may be replaced"
+    )
     response_db: AbsolutePath | None = Field(
         None, description="SQLite file of stored /v1/responses, created if missing; unset: in memory"
     )
@@ -368,6 +375,11 @@ class Settings(EnvironmentSettings):
         TRIDENT_TOKENIZER, which a server sets for the gateway it starts, is the default of
         TRIDENT_GATEWAY_TOKENIZER if it names a file.
         """
+        for name in map(variable, SECRETS):
+            if path := environ.get(f"{name}_FILE"):
+                if environ.get(name):
+                    raise InvalidArgument(f"{name}_FILE", f"is allowed only without {name}")
+                environ = {**environ, name: secret(f"{name}_FILE", path)}
         served = environ.get("TRIDENT_TOKENIZER", "")
         if served and Path(served).expanduser().is_file():
             environ = {**environ, variable("tokenizer"): environ.get(variable("tokenizer"), "") or served}
@@ -387,15 +399,17 @@ class Settings(EnvironmentSettings):
             pools[name.strip()] = where.strip()
         return pools
 
+    def secret(self, name: str) -> str:
+        """Return a setting of SECRETS, as its file has it now if it has one. Raises InvalidArgument."""
+        path = getattr(self, f"{name}_file")
+        return secret(variable(f"{name}_file"), path) if path is not None else getattr(self, name)
+
     @property
     def admin_token(self) -> bytes:
         """The token of /admin/; empty where there are no such endpoints. Raises InvalidArgument."""
         if self.admin_token_file is None:
             return b""
-        try:
-            token = self.admin_token_file.read_bytes().strip()
-        except OSError as exc:
-            raise InvalidArgument(variable("admin_token_file"), f"cannot be read: {exc.strerror}") from exc
+        token = secret(variable("admin_token_file"), self.admin_token_file).encode()
         if not re.fullmatch(rb"[!-~]{16,4096}", token):
             problem = "must hold one token of 16 to 4096 printable ASCII characters without blanks"
             raise InvalidArgument(variable("admin_token_file"), problem)

@@ -22,10 +22,11 @@ from typing import Any, Protocol, get_args
 
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config.calendar import Length, check_zone
-from gateway.config.policy import SECTIONS, BudgetRules, Operation
+from gateway.config.policy import SECTIONS, BudgetRules, Operation, secret
 from gateway.config.tenant import LOWEST_PRIORITY, Level, Limits, Quota, Scope, Tenant
 
 API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
+API_KEYS_FILE = f"{API_KEYS}_FILE"
 LEAST_KEY_LENGTH = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -135,6 +136,8 @@ def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant
 def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
     """Return the keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
     file, from_environment = _File(path, table), environ.get(API_KEYS, "")
+    if environ.get(API_KEYS_FILE):
+        from_environment += "," + secret(API_KEYS_FILE, environ[API_KEYS_FILE])
     tenants = file.tenants()
     salted = [(salt(path, table), _indexed(tenants))] if tenants else []
     if from_environment:

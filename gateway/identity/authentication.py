@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from contract.errors import PermissionDenied, Unauthenticated, Unavailable
+from contract.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
 from gateway.admission.shared_state import SharedState
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
@@ -15,7 +16,6 @@ from gateway.config.tenants import Keys
 from gateway.identity.audit import Audit
 from gateway.identity.key_store import FileDocuments, RedisDocuments
 from gateway.identity.principal import Principal, of_tenant
-from gateway.identity.secret_file import SecretFile
 from gateway.identity.stored_keys import StoredKeys
 from gateway.identity.tokens import Tokens
 
@@ -35,7 +35,7 @@ class Authentication:
         shared_state: SharedState | None = None,
     ) -> None:
         self._configuration, self._keys = configuration, keys or configuration
-        self._admin_token = SecretFile(lambda: settings.admin_token) if settings.admin_token_file else None
+        self._settings, self._admin_token = settings, settings.admin_token
         self._tokens = Tokens(configuration.member)
         self.hook: Callable[[Mapping[str, str]], Awaitable[Tenant | None]] | None = None
         self.audit = Audit(settings.audit_log)
@@ -70,7 +70,9 @@ class Authentication:
     async def principal(self, headers: Mapping[str, str]) -> Principal:
         """Return who sent a request. headers, Raises: as ``tenant``."""
         bearer = bearer_token(headers.get("authorization", ""))
-        if self._admin_token is not None and hmac.compare_digest(bearer.encode(), self._admin_token.secret):
+        with contextlib.suppress(InvalidArgument):  # while the file is replaced, the last token holds
+            self._admin_token = self._settings.admin_token
+        if self._admin_token and hmac.compare_digest(bearer.encode(), self._admin_token):
             return Principal("operator", "operators' token")
         return await self._caller(bearer, headers)
 
@@ -100,7 +102,7 @@ class Authentication:
     @property
     def administered(self) -> bool:
         """Whether anybody can be an operator or a tenant admin."""
-        return self._admin_token is not None or self._configuration.has_roles
+        return bool(self._admin_token) or self._configuration.has_roles
 
 
 def stored_keys(

@@ -121,11 +121,11 @@ def test_waits_grow_and_end():
 )
 def test_only_configured_origins_are_called(url):
     with pytest.raises(InvalidArgument, match="webhook_url"):
-        Webhooks(("https://hooks.example.org",), SECRET).check(url)
+        Webhooks(("https://hooks.example.org",), lambda: SECRET).check(url)
 
 
 def test_configured_origins_are_allowed_however_they_are_written():
-    hooks = Webhooks(("https://hooks.example.org", "http://127.0.0.1:8080/"), SECRET)
+    hooks = Webhooks(("https://hooks.example.org", "http://127.0.0.1:8080/"), lambda: SECRET)
     for url in ("https://HOOKS.example.org:443/x?y#z", "https://hooks.example.org", "http://127.0.0.1:8080/x"):
         hooks.check(url)
 
@@ -135,7 +135,7 @@ def test_webhooks_are_off_unless_they_are_configured_whole():
         Webhooks().check("https://hooks.example.org")
     for secret in ("", "whsec_", "whsec_c2hvcnQ=", "whsec_!!!", SECRET.removeprefix("whsec_")):
         with pytest.raises(InvalidArgument, match="batch_webhook_secret") as refused:
-            Webhooks(("https://hooks.example.org",), secret)
+            Webhooks(("https://hooks.example.org",), lambda secret=secret: secret)
         assert not secret or secret not in str(refused.value).replace("whsec_ and", "")
     for origin in (
         "hooks.example.org",
@@ -145,4 +145,4 @@ def test_webhooks_are_off_unless_they_are_configured_whole():
         "https://a:b@c.example",
     ):
         with pytest.raises(InvalidArgument, match="batch_webhook_origins"):
-            Webhooks((origin,), SECRET)
+            Webhooks((origin,), lambda: SECRET)

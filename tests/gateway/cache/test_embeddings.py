@@ -15,7 +15,7 @@ from tests.gateway.embeddings_server import EmbeddingsServer, embeddings_server
 
 
 def client(server: EmbeddingsServer, api_key: str = "", timeout_s: float = 30.0) -> EmbeddingsClient:
-    return EmbeddingsClient(server.url, "small", api_key, timeout_s)
+    return EmbeddingsClient(server.url, "small", lambda: api_key, timeout_s)
 
 
 def vector_body(*numbers: float) -> bytes:

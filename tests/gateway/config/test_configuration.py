@@ -227,3 +227,37 @@ def test_the_first_key_comes_before_the_file_and_the_words_on_the_way_are_comman
 def test_a_file_that_is_not_there_is_not_called_bad_toml(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be read: No such file or directory"):
         Configuration(tmp_path / "nowhere.toml", {}, {})
+
+
+async def test_secrets_in_files_are_read_again_when_they_are_replaced(tmp_path: Path) -> None:
+    upstream, keys_file = tmp_path / "upstream", tmp_path / "keys"
+    upstream.write_text("one\n")
+    keys_file.write_text(f"acme/research/alice={ALICE}\n")
+    path = tmp_path / "gateway.toml"
+    path.write_text(f'[overflow.far]\nurl = "http://h/v1"\nmodel = "m"\napi_key = "$file:{upstream}"\n')
+    found = Configuration(path, {"TRIDENT_GATEWAY_API_KEYS_FILE": str(keys_file)}, POOLS)
+    await found.poll()
+    assert found.policy.overflow["far"].api_key == "one" and found.tenant(ALICE).name == "acme/research"
+    upstream.write_text("two, longer")
+    await found.poll()
+    assert found.policy.overflow["far"].api_key == "two, longer"
+    keys_file.write_text(f"acme/research/bob={BOB}")
+    await found.poll()
+    assert found.tenant(BOB) and not found.problem
+    with pytest.raises(Unauthenticated):
+        found.tenant(ALICE)
+    upstream.unlink()
+    await found.poll()
+    assert "overflow.far.api_key: must be a file that can be read" in found.problem
+    assert found.policy.overflow["far"].api_key == "two, longer"
+
+
+async def test_keys_in_a_file_need_no_configuration_file(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    keys_file.write_text(f"acme/research/alice={ALICE}")
+    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": str(keys_file)}, {})
+    keys_file.write_text(f"acme/research/bob={BOB}, a/b/c={'k' * 20}")
+    await found.poll()
+    assert found.tenant(BOB)
+    with pytest.raises(Unauthenticated):
+        found.tenant(ALICE)

@@ -120,3 +120,24 @@ def test_the_tokenizer_of_the_server_that_started_it_is_used_where_there_is_one(
     assert Settings.from_environment({"TRIDENT_TOKENIZER": str(served)}).tokenizer == served
     both = {"TRIDENT_TOKENIZER": str(served), "TRIDENT_GATEWAY_TOKENIZER": str(own)}
     assert Settings.from_environment(both).tokenizer == own
+
+
+def test_secrets_come_from_files_that_may_be_replaced(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("first\n")
+    settings = Settings.from_environment({"TRIDENT_GATEWAY_SEMANTIC_API_KEY_FILE": str(path)})
+    assert settings.semantic_api_key == settings.secret("semantic_api_key") == "first"
+    path.write_text("second")
+    assert settings.secret("semantic_api_key") == "second" and settings.secret("batch_webhook_secret") == ""
+    path.unlink()
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_SEMANTIC_API_KEY_FILE: must be a file that can be read"):
+        settings.secret("semantic_api_key")
+    path.write_text("not a url")
+    for environ, problem in (
+        ({"REDIS_FILE": str(path)}, "REDIS: must be a URL, got another value"),
+        ({"REDIS_FILE": str(path), "REDIS": "redis://h"}, "REDIS_FILE: is allowed only without TRIDENT_GATEWAY_REDIS"),
+        ({"REDIS_FILE": str(tmp_path / "none")}, "REDIS_FILE: must be a file"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"TRIDENT_GATEWAY_{problem}") as caught:
+            Settings.from_environment({f"TRIDENT_GATEWAY_{name}": value for name, value in environ.items()})
+        assert "not a url" not in str(caught.value)

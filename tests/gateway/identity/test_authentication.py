@@ -8,7 +8,6 @@ from contract.errors import Unauthenticated
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
-from gateway.identity import secret_file
 from gateway.identity.authentication import Authentication, bearer_token
 
 TOKEN = "an-operators-token-0123"
@@ -28,8 +27,7 @@ def headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path, monkeypatch):
-    monkeypatch.setattr(secret_file, "CHECK_S", 0.0)
+async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path):
     path = tmp_path / "token"
     path.write_text(TOKEN)
     authentication = Authentication(Settings(admin_token_file=path), Configuration(None, {}, {}), Keys())
@@ -42,6 +40,8 @@ async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path
     path.write_text("another-token-456789")  # the mounted file was replaced
     with pytest.raises(Unauthenticated):
         await authentication.principal(headers(TOKEN))
+    assert (await authentication.principal(headers("another-token-456789"))).role == "operator"
+    path.write_text("")  # while it is replaced
     assert (await authentication.principal(headers("another-token-456789"))).role == "operator"
 
 
