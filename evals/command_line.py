@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,14 +17,16 @@ import openai
 
 from benchmarks.peer_servers import gateway
 from benchmarks.server_process import ENGINES
-from contract import interpreter
+from contract import gate_result, interpreter, toml_table
 from contract.errors import InvalidArgument, TridentError, Unavailable
-from evals import chat_run, curate, lm_eval_run, results, task
+from evals import chat_run, curate, gate, judge, lm_eval_run, results, task
 from evals.chat_run import Endpoint
+from evals.judge import Judged
 from evals.results import Results, Target, TaskResult
 
-RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = f"{interpreter.command()} -m evals"
+RESULTS = Path(__file__).resolve().parent / "results"
+STATUS = {gate_result.PASS: 0, gate_result.FAIL: 1, gate_result.UNDECIDED: 3}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,34 +35,46 @@ def main(arguments: Sequence[str]) -> int:
         prog=COMMAND, description="Evaluates models behind OpenAI endpoints (docs/evals.md)."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    one = commands.add_parser(
-        "run", help="run the tasks against an endpoint, or against an engine that is started for it"
+    made = {}
+    for name, does, about in (
+        ("run", run, "run the tasks against an endpoint, or against an engine that is started for it"),
+        ("compare", compare, "show two results side by side"),
+        ("judge", ask_judge, "ask a model which answers of two results are better"),
+        ("gate", decide, "say whether a candidate is as good as its baseline: status 0 pass, 1 fail, 3 undecided"),
+    ):
+        made[name] = command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=does)
+        if name != "run":
+            command.add_argument("baseline", type=Path)
+            command.add_argument("candidate", type=Path)
+        if name in ("run", "judge"):
+            add = command.add_argument
+            add("--url", help="of any OpenAI endpoint; without it the engine is served for the run")
+            add("--model", help="by its name there; the first one unless set")
+            add("--engine", help="of engines/, or the folder of what serves --url, whose manifest the results name")
+            add("--tasks", default="", metavar="NAME,…", help="all of the folder unless set; judge: those of free text")
+            add("--folder", type=Path, default=task.FOLDER, help="of the tasks (default %(default)s)")
+            add("--timeout", type=float, default=60.0, metavar="S", help="of one request (default %(default)s)")
+            add("--tries", type=_count, default=3, metavar="N", help="of one request (default %(default)s)")
+            add("--concurrency", type=_count, default=4, metavar="N", help="requests at once (default %(default)s)")
+    made["run"].add_argument("--limit", type=_count, metavar="N", help="only the first N cases of each task")
+    made["run"].add_argument("--price", type=_price, metavar="IN,OUT", help="of 1,000 tokens, for the cost of a case")
+    made["run"].add_argument("--out", type=Path, metavar="FILE", help="for the results, the table beside it as .md")
+    made["judge"].add_argument(
+        "--rubric", type=Path, default=judge.FOLDER / "rubric.md", help="what makes an answer better"
     )
-    one.set_defaults(run=run)
-    one.add_argument("--url", help="of any OpenAI endpoint; without it the engine is served for the run")
-    one.add_argument("--model", help="by its name there; the first one unless set")
-    one.add_argument(
-        "--engine", help="of engines/, or the folder of what serves --url, whose manifest the results name"
+    made["judge"].add_argument(
+        "--labels", type=Path, default=judge.FOLDER / "labels.jsonl", help="pairs that people judged"
     )
-    one.add_argument("--tasks", default="", metavar="NAME,…", help="all of the folder unless set")
-    one.add_argument("--folder", type=Path, default=task.FOLDER, help="of the tasks (default %(default)s)")
-    one.add_argument("--limit", type=_count, metavar="N", help="only the first N cases of each task")
-    one.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of one request (default %(default)s)")
-    one.add_argument("--tries", type=_count, default=3, metavar="N", help="of one request (default %(default)s)")
-    one.add_argument(
-        "--concurrency", type=_count, default=4, metavar="N", help="requests at once (default %(default)s)"
+    made["judge"].add_argument(
+        "--kappa", type=float, default=0.6, help="least agreement to count (default %(default)s)"
     )
-    one.add_argument("--price", type=_price, metavar="IN,OUT", help="of 1,000 tokens, for the cost of a case")
-    one.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="for the results, and the table as .md (default evals/results/NAME.json)",
+    made["judge"].add_argument("--out", type=Path, required=True, metavar="FILE", help="for `gate --judged`")
+    made["gate"].add_argument("--rules", type=Path, metavar="FILE", help="TOML (docs/evals.md); else the defaults")
+    made["gate"].add_argument("--judged", type=Path, metavar="FILE", help="of `judge`")
+    made["gate"].add_argument(
+        "--out", type=Path, metavar="FILE", help="for a release that asks for it (docs/releases.md)"
     )
-    two = commands.add_parser("compare", help="show two results side by side")
-    two.set_defaults(run=compare)
-    two.add_argument("baseline", type=Path)
-    two.add_argument("candidate", type=Path)
     curate.add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -77,48 +91,46 @@ def run(options: argparse.Namespace) -> int:
     tasks = task.read(options.folder, list(filter(None, options.tasks.split(","))))
     if not tasks:
         raise InvalidArgument("folder", f"must have tasks, got {options.folder}")
-    name, digest = manifest(options.engine)
-    if not options.url and not name:
-        raise InvalidArgument("url", "must be set, or engine, which is then served for the run")
-    with contextlib.nullcontext(options.url) if options.url else gateway(options.engine) as url:
-        base = url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        limits = (options.timeout, options.tries, options.concurrency, options.price)
-        endpoint = Endpoint(base, options.model or "", key, *limits)
-        endpoint.model = options.model or _first_model(endpoint)
+    name, digest = _manifest(options.engine)
+    with _endpoint(options) as endpoint:
         found = _all(endpoint, tasks, options)
-    target = Target(url=base if options.url else "", model=endpoint.model, engine=name, manifest_sha256=digest)
-    made = Results(created=datetime.now(timezone.utc).isoformat(timespec="seconds"), target=target, tasks=found)
+        url = endpoint.url if options.url else ""
+    target = Target(url=url, model=endpoint.model, engine=name, manifest_sha256=digest)
+    made = Results(created=_now(), target=target, tasks=found)
     table = results.table(made)
     print(table)
     out = options.out or RESULTS / f"{name or endpoint.model.replace('/', '-')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    content = made.model_dump(mode="json", exclude_defaults=True) | {"format": made.format}
-    out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    out.with_suffix(".md").write_text(table + "\n", "utf-8")
-    print(f"evals: results in {out}", file=sys.stderr)
+    _write(
+        out, json.dumps(made.model_dump(mode="json", exclude_defaults=True) | {"format": made.format}, indent=1) + "\n"
+    )
+    _write(out.with_suffix(".md"), table + "\n")
     return int(any(case.error for result in found.values() for case in result.cases))
 
 
 def _all(endpoint: Endpoint, tasks: Sequence[task.Task], options: argparse.Namespace) -> dict[str, TaskResult]:
     """Return the results of all tasks, in their order."""
-    found: dict[str, TaskResult] = {}
+    cases: dict[str, list[results.Case]] = {}
+    skipped: dict[str, str] = {}
     for chat in (False, True):
         group = [one for one in tasks if one.runner == task.LM_EVAL and one.is_chat == chat]
-        why = lm_eval_run.missing(endpoint, chat) if group else ""
-        if why:
+        if group and (why := lm_eval_run.missing(endpoint, chat)):
             print(f"evals: {', '.join(one.name for one in group)} skipped: {why}", file=sys.stderr)
-        cases = lm_eval_run.run(endpoint, group, options.folder, options.limit) if group and not why else {}
-        for one in group:
-            found[one.name] = _result(one, cases.get(one.name, []), why)
+            skipped |= {one.name: why for one in group}
+        elif group:
+            cases |= lm_eval_run.run(endpoint, group, options.folder, options.limit)
     for one in tasks:
         if one.runner == task.CHAT:
-            found[one.name] = _result(one, list(chat_run.run(endpoint, one, options.limit)))
-    return {one.name: found[one.name] for one in tasks}
-
-
-def _result(of: task.Task, cases: list[results.Case], skipped: str = "") -> TaskResult:
-    return TaskResult(kind=of.kind, about=of.about, sha256=of.sha256, skipped=skipped, cases=cases)
+            cases[one.name] = list(chat_run.run(endpoint, one, options.limit))
+    return {
+        one.name: TaskResult(
+            kind=one.kind,
+            about=one.about,
+            sha256=one.sha256,
+            skipped=skipped.get(one.name, ""),
+            cases=cases.get(one.name, ()),
+        )
+        for one in tasks
+    }
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -127,14 +139,89 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _first_model(endpoint: Endpoint) -> str:
-    try:
-        return next(iter(endpoint.client.models.list())).id
-    except (openai.OpenAIError, StopIteration) as exc:
-        raise Unavailable(f"{endpoint.url}/models lists no model: {exc}") from exc
+def ask_judge(options: argparse.Namespace) -> int:
+    """Let a model judge two results, and say whether it counts."""
+    sides = results.read(options.baseline), results.read(options.candidate)
+    names = list(filter(None, options.tasks.split(",")))
+    tasks = [one for one in task.read(options.folder, names) if names or one.kind in ("exact", "instructions")]
+    rubric, labelled = options.rubric.read_text("utf-8"), judge.labels(options.labels)
+    with _endpoint(options) as endpoint:
+        found = judge.judge(endpoint, rubric, *sides, tasks, labelled, options.kappa)
+    _write(options.out, found.model_dump_json(indent=1) + "\n")
+    better, worse = (list(found.verdicts.values()).count(score) for score in (1, -1))
+    kappa = "none" if found.kappa is None else f"{found.kappa:.2f}"
+    counts = (
+        "counts" if found.counts else f"does not count (from {options.kappa:g} and {judge.FEWEST_LABELS} labels on)"
+    )
+    print(f"{found.model} agrees with {found.labels} labels at kappa {kappa}, and {counts}")
+    print(f"candidate better {better}, worse {worse}, of {len(found.verdicts)} pairs; {found.failed} not answered")
+    return 0
 
 
-def manifest(engine: str | None) -> tuple[str, str]:
+def decide(options: argparse.Namespace) -> int:
+    """Print the gate's verdict, and write it."""
+    baseline, candidate = results.read(options.baseline), results.read(options.candidate)
+    table = toml_table.read(options.rules) if options.rules else {}
+    rules = toml_table.checked(gate.Rules, table, str(options.rules))
+    judged = None
+    if options.judged:
+        heard = toml_table.checked(Judged, json.loads(options.judged.read_text("utf-8")), str(options.judged))
+        if (heard.baseline_sha256, heard.candidate_sha256) != (baseline.sha256, candidate.sha256):
+            raise InvalidArgument(str(options.judged), "must be of these two results, got digests of others")
+        judged = list(heard.verdicts.values()) if heard.counts else None
+        if judged is None:
+            print(f"evals: the judge {heard.model} is left out: kappa {heard.kappa} with the labels", file=sys.stderr)
+    found = gate.gate(baseline, candidate, rules, judged)
+    rows = [
+        (
+            name,
+            row["verdict"],
+            row["cases"],
+            f"{row['mean']:+.4f}",
+            f"{row['low']:+.4f} to {row['high']:+.4f}",
+            f"-{row['margin']:.3g}",
+            f"{row['loss_p']:.3g}",
+            "" if row["kept"] else row["needed"] or "",
+        )
+        for name, row in found.metrics.items()
+    ]
+    print(
+        results.markdown(
+            rows, ("metric", "verdict", "cases", "difference", "bounds", "allowed", "p of a larger loss", "more cases")
+        )
+    )
+    print("\n".join([f"\n{found.verdict}", *found.reasons]))
+    if options.out:
+        sides = {
+            side: {"sha256": of.sha256, **of.target.model_dump()}
+            for side, of in (("baseline", baseline), ("candidate", candidate))
+        }
+        said = {"verdict": found.verdict, "reasons": found.reasons, "needed": found.needed, "created": _now()}
+        _write(
+            options.out, gate_result.sealed({**said, **sides, "rules": rules.model_dump(), "metrics": found.metrics})
+        )
+    return STATUS[found.verdict]
+
+
+@contextlib.contextmanager
+def _endpoint(options: argparse.Namespace) -> Iterator[Endpoint]:
+    """Yield the endpoint of the options; an engine that is started for it is stopped at the end."""
+    if not options.url and not options.engine:
+        raise InvalidArgument("url", "must be set, or engine, which is then served for the run")
+    with contextlib.nullcontext(options.url) if options.url else gateway(options.engine) as url:
+        base = url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+        key, price = os.environ.get("OPENAI_API_KEY") or "none", getattr(options, "price", None)
+        limits = (options.timeout, options.tries, options.concurrency, price)
+        endpoint = Endpoint(base, options.model or "", key, *limits)
+        with endpoint.client:
+            try:
+                endpoint.model = endpoint.model or next(iter(endpoint.client.models.list())).id
+            except (openai.OpenAIError, StopIteration) as exc:
+                raise Unavailable(f"{base}/models lists no model: {exc}") from exc
+            yield endpoint
+
+
+def _manifest(engine: str | None) -> tuple[str, str]:
     """Return the name of an engine and the digest of its manifest. engine: of engines/, or a folder."""
     if not engine:
         return "", ""
@@ -144,6 +231,16 @@ def manifest(engine: str | None) -> tuple[str, str]:
     except OSError as exc:
         raise InvalidArgument("engine", f"must be built, got {engine!r}: {path}: {exc.strerror}") from exc
     return path.parent.name, hashlib.sha256(content).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    print(f"evals: written: {path}", file=sys.stderr)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _count(text: str) -> int:

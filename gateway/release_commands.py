@@ -59,6 +59,8 @@ def add(commands: Any) -> None:
     start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
     start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
     start.add_argument("--weight", type=float, metavar="PERCENT", help="that the candidate gets; 0 by default")
+    start.add_argument("--gate", metavar="FILE", help="of `python -m evals gate --out`, which must say pass above 5 %%")
+    start.add_argument("--candidate-sha256", metavar="SHA256", help="of the manifest that the gate must be of")
     automatic, text = argparse.BooleanOptionalAction, "whether it is rolled back by itself; it is by default"
     start.add_argument("--rollback", action=automatic, help=text)
     made["shift"].add_argument("--to", type=float, required=True, metavar="PERCENT")
@@ -68,7 +70,11 @@ def add(commands: Any) -> None:
 
 def change(arguments: argparse.Namespace) -> None:
     """Start, shift, roll back or finish a release. Raises: TridentError."""
-    names = {"start": ("kind", "stable", "candidate", "weight"), "shift": ("to",), "rollback": ("reason",)}
+    names = {
+        "start": ("kind", "stable", "candidate", "weight", "gate", "candidate_sha256"),
+        "shift": ("to",),
+        "rollback": ("reason",),
+    }
     fields = {name: getattr(arguments, name) for name in names.get(arguments.action, ())}
     fields = {name: value for name, value in fields.items() if value is not None}
     if getattr(arguments, "rollback", None) is not None:

@@ -61,6 +61,7 @@ def reading(
     there = start.changed(path, rules.pools, candidates)
     policy.check_pools(path, rules, there.sources)
     release.check(path, rules.releases, there.weights or {}, there.encoders)
+    release.check_gates(path, rules.releases)
     keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
     if default_team and not keys.has_team(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Set
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from contract import gate_result
 from contract.errors import InvalidArgument
 
 _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 _Pool = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 Kind = Literal["canary", "blue_green", "shadow"]
+UNGATED_SHARE = 0.05  # what a release with a gate may serve before the gate has passed
 
 
 class RollbackRules(BaseModel):
@@ -55,6 +58,9 @@ class ReleaseRules(BaseModel):
     kind: canary, any weight; blue_green, all requests or none; shadow, copies only, whose responses no caller sees.
     stable, candidate: pools. Requests to ``stable``, whatever sends them there, go to ``candidate`` by the weight.
     weight: percent of the requests, or of the copies.
+    gate: a file of ``python -m evals gate --out``, beside the configuration file or absolute; it must say pass for more
+        than UNGATED_SHARE. "" for none.
+    candidate_sha256: of the manifest.json of the candidate's engine, which must be the gate's; "" for any.
     started: by ``release start``; a newer one lifts an automatic rollback.
     rolled_back: why it was rolled back; "" if it was not. A release that was has no candidate traffic at any weight.
     """
@@ -64,6 +70,8 @@ class ReleaseRules(BaseModel):
     stable: _Pool
     candidate: _Pool
     weight: Annotated[float, Field(ge=0, le=100)] = 0.0
+    gate: Annotated[str, Field(max_length=1000)] = ""
+    candidate_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     started: datetime | None = None
     rolled_back: Annotated[str, Field(max_length=500)] = ""
     rollback: RollbackRules = RollbackRules()
@@ -74,6 +82,8 @@ class ReleaseRules(BaseModel):
             raise ValueError(f"candidate must be another pool than stable, got {self.candidate!r} twice")
         if self.kind == "blue_green" and self.weight not in (0, 100):
             raise ValueError(f"weight must be 0 or 100 for blue_green, got {self.weight:g}")
+        if self.candidate_sha256 and not self.gate:
+            raise ValueError("candidate_sha256 must stand beside gate, got no gate")
         return self
 
     @property
@@ -115,3 +125,22 @@ def check(path: str, releases: Mapping[str, ReleaseRules], weights: Mapping[str,
         if weights.get(rules.candidate, 0.0) > 0:
             problem = f"must have no weight of its own beside the release's, got {weights[rules.candidate]:g}"
             raise InvalidArgument(f"{path}: pools.{rules.candidate}", problem)
+
+
+def check_gates(path: str, releases: Mapping[str, ReleaseRules]) -> None:
+    """Raises InvalidArgument for a candidate that serves more than UNGATED_SHARE before its release's gate passed."""
+    for name, rules in releases.items():
+        if not rules.gate or rules.served_share <= UNGATED_SHARE:
+            continue
+        where = f"{path}: releases.{name}.gate"
+        must = f"must be of a gate that passed before the candidate gets more than {UNGATED_SHARE:.0%}, not"
+        try:
+            found = gate_result.read(Path(path).parent / rules.gate)
+        except InvalidArgument as exc:
+            raise InvalidArgument(where, f"{must} {rules.weight:g}%: {exc}") from exc
+        if found["verdict"] != gate_result.PASS:
+            problem = f"{must} {rules.weight:g}%; {rules.gate} says {found['verdict']}: {'; '.join(found['reasons'])}"
+            raise InvalidArgument(where, problem[:1000])
+        if rules.candidate_sha256 not in ("", measured := found["candidate"]["manifest_sha256"]):
+            problem = f"must be of the engine {rules.candidate_sha256[:12]}…, got {measured[:12] or 'none'}…"
+            raise InvalidArgument(where, f"{problem} in {rules.gate}")

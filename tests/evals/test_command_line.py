@@ -2,8 +2,10 @@ import json
 
 import pytest
 
+from contract import gate_result
 from evals import lm_eval_run, results
 from evals.command_line import main
+from evals.judge import Judged
 from tests.evals.endpoint import endpoint, said
 from tests.evals.test_results import result
 
@@ -57,3 +59,52 @@ def test_two_results_are_shown_side_by_side(tmp_path, capsys):
     paths = [saved(tmp_path / f"{n}.json", result(one=[1, n])) for n in (0, 1)]
     assert main(["compare", *paths]) == 0
     assert "| one | 2 | 0.500 | 1.000 | +0.500 |" in capsys.readouterr().out
+
+
+def test_the_gate_has_a_status_for_each_verdict_and_writes_a_file_for_releases(tmp_path, capsys):
+    good, bad, few = (
+        saved(tmp_path / f"{name}.json", made)
+        for name, made in (("good", result(a=[1] * 100)), ("bad", result(a=[0] * 100)), ("few", result(a=[1] * 9)))
+    )
+    out = tmp_path / "gate.json"
+    assert main(["gate", good, good, "--out", str(out)]) == 0
+    written = gate_result.read(out)
+    assert (
+        written["verdict"] == "pass" and written["candidate"]["sha256"] == results.read(tmp_path / "good.json").sha256
+    )
+    assert main(["gate", good, bad]) == 1 and main(["gate", few, few]) == 3
+    assert "fail\nquality: -1.0000" in capsys.readouterr().out
+    rules = tmp_path / "rules.toml"
+    rules.write_text("quality = 2\n")
+    assert main(["gate", good, good, "--rules", str(rules)]) == 2
+    assert "rules.toml: quality: must be less than 1, got 2" in capsys.readouterr().err
+    rules.write_text("speed = 2\n")
+    assert main(["gate", good, good, "--rules", str(rules)]) == 2
+    assert "rules.toml: speed: is not known: must be one of alpha, power, quality" in capsys.readouterr().err
+
+
+def test_a_judges_verdicts_reach_the_gate_only_if_it_agrees_with_people(tmp_path, capsys):
+    good = saved(tmp_path / "good.json", result(a=[1] * 100))
+    digest = results.read(tmp_path / "good.json").sha256
+    heard = Judged(
+        baseline_sha256=digest, candidate_sha256=digest, model="j", labels=30, kappa=0.9, least_kappa=0.6,
+        verdicts={str(n): -1 for n in range(40)}, failed=0,
+    )  # fmt: skip
+    path = tmp_path / "judged.json"
+    path.write_text(heard.model_dump_json())
+    assert main(["gate", good, good, "--judged", str(path)]) == 1
+    path.write_text(heard.model_copy(update={"kappa": 0.5}).model_dump_json())
+    assert main(["gate", good, good, "--judged", str(path)]) == 0
+    assert "the judge j is left out: kappa 0.5" in capsys.readouterr().err
+    path.write_text(heard.model_copy(update={"baseline_sha256": "x"}).model_dump_json())
+    assert main(["gate", good, good, "--judged", str(path)]) == 2
+
+
+def test_a_judge_is_asked_and_its_agreement_said(tmp_path, capsys):
+    good = saved(tmp_path / "good.json", result(a=[1] * 100))
+    out = tmp_path / "judged.json"
+    verdict = said('{"reason": "it is", "better": "first"}')
+    with endpoint(lambda path, body: (200, verdict)) as url:
+        assert main(["judge", good, good, "--url", url, "--model", "j", "--out", str(out)]) == 0
+    assert "j agrees with 28 labels at kappa 0.00, and does not count" in capsys.readouterr().out
+    assert Judged.model_validate_json(out.read_text()).labels == 28

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract import gate_result
 from contract.errors import InvalidArgument
-from gateway.config import configuration
+from gateway.config import configuration, release_file
 from gateway.config.configuration import Configuration
 from gateway.config.pools import Pools
 from gateway.config.release import ReleaseRules, takes
@@ -103,3 +104,58 @@ async def test_a_wrong_release_leaves_the_configuration_as_it_was(tmp_path: Path
     path.write_text(RELEASE + "weight = -1")
     await held.reload()
     assert held.policy.releases["r"].weight == 0 and "weight" in held.problem
+
+
+SHA = "a" * 64
+GATED = RELEASE + "gate = 'next.json'\n"
+
+
+def gate_file(tmp_path: Path, verdict: str = "pass", manifest: str = SHA) -> Path:
+    path = tmp_path / "next.json"
+    table = {"verdict": verdict, "reasons": ["quality: -0.2"], "candidate": {"manifest_sha256": manifest}}
+    path.write_text(gate_result.sealed(table))
+    return path
+
+
+@pytest.mark.parametrize("weight", [0, 5, 6, 100])
+@pytest.mark.parametrize("verdict", ["pass", "fail", "undecided", None])
+def test_a_candidate_gets_more_than_5_percent_once_its_gate_has_passed(tmp_path: Path, weight, verdict):
+    if verdict:
+        gate_file(tmp_path, verdict)
+    text = GATED + f"weight = {weight}\n"
+    if weight <= 5 or verdict == "pass":
+        assert read(tmp_path, text).policy.releases["r"].weight == weight
+        return
+    said = f"next.json says {verdict}: quality: -0.2" if verdict else "next.json: must be a file that"
+    with pytest.raises(
+        InvalidArgument, match=f"releases.r.gate: must be of a gate that passed .* not {weight}%.*{said}"
+    ):
+        read(tmp_path, text)
+    assert read(tmp_path, text + "kind = 'shadow'\n").policy.releases, "no caller gets a shadow's answers"
+    assert read(tmp_path, text + "rolled_back = 'by an operator'\n").policy.releases
+
+
+def test_a_gate_is_of_the_candidates_engine_and_was_not_edited(tmp_path: Path):
+    path = gate_file(tmp_path)
+    text = GATED + f"weight = 50\ncandidate_sha256 = '{SHA}'\n"
+    assert read(tmp_path, text).policy.releases
+    with pytest.raises(
+        InvalidArgument, match="gate: must be of the engine bbbbbbbbbbbb…, got aaaaaaaaaaaa… in next.json"
+    ):
+        read(tmp_path, text.replace(SHA, "b" * 64))
+    path.write_text(path.read_text().replace("pass", "fail").replace("quality", "speed"))
+    with pytest.raises(InvalidArgument, match="next.json: must be unchanged and of format 1"):
+        read(tmp_path, text)
+    with pytest.raises(InvalidArgument, match="candidate_sha256 must stand beside gate, got no gate"):
+        read(tmp_path, RELEASE + f"candidate_sha256 = '{SHA}'")
+
+
+def test_a_shift_past_5_percent_is_refused_and_changes_nothing(tmp_path: Path):
+    path = tmp_path / "gateway.toml"
+    path.write_text(GATED + "weight = 5\n")
+    check = Configuration(path, {}, START).check
+    with pytest.raises(InvalidArgument, match="releases.r.gate: must be of a gate that passed"):
+        release_file.apply(path, "shift", "r", {"to": 25}, check)
+    assert path.read_text() == GATED + "weight = 5\n"
+    gate_file(tmp_path)
+    assert release_file.apply(path, "shift", "r", {"to": 25}, check).weight == 25

@@ -121,7 +121,7 @@ WRONG = [
     ("shift", "r", {"to": True}, InvalidArgument, "to: must be a percentage"),
     ("shift", "r", {"to": float("nan")}, InvalidArgument, "to: must be a percentage"),
     ("shift", "r", {"weight": 5}, InvalidArgument, "weight: is not known: must be one of to"),
-    ("start", "r", {"started": "now"}, InvalidArgument, "started: is not known: must be one of candidate, kind"),
+    ("start", "r", {"started": "now"}, InvalidArgument, "started: is not known: must be one of candidate, "),
     ("start", "new", {"stable": "stable"}, InvalidArgument, "releases.new.candidate: is missing"),
     ("start", "new", NEW, InvalidArgument, "releases.new.stable: must be a pool of one release"),
     ("start", "a b", {"stable": "a", "candidate": "b"}, InvalidArgument, "releases.a b: "),

@@ -1,0 +1,150 @@
+"""A model as the judge of two answers: by a rubric, in both orders, and only where it agrees with people's labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import openai
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contract import toml_table
+from contract.errors import InvalidArgument
+from evals import results
+from evals.chat_run import Endpoint
+from evals.results import Results
+from evals.task import Task
+
+FOLDER = Path(__file__).resolve().parent / "judge_labels"
+FEWEST_LABELS = 20
+_SCORES = {"a": -1, "tie": 0, "b": 1}
+
+
+class Label(BaseModel):
+    """Two answers to a prompt, and which one people found better."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str
+    a: str
+    b: str
+    label: Literal["a", "tie", "b"]
+
+
+class Said(BaseModel):
+    """What the judge must answer with."""
+
+    model_config = ConfigDict(extra="forbid")
+    reason: Annotated[str, Field(max_length=300)]
+    better: Literal["first", "second", "neither"]
+
+
+class Judged(BaseModel):
+    """What a judge said of two runs, for the gate.
+
+    kappa: Cohen's, of the judge with ``labels`` labelled pairs; None where both say the same of all.
+    verdicts: by task and id: 1 where it found the candidate better, -1 the baseline, 0 neither or once each.
+    failed: pairs that it did not answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    baseline_sha256: str
+    candidate_sha256: str
+    model: str
+    labels: int
+    kappa: float | None
+    least_kappa: float
+    verdicts: Mapping[str, int]
+    failed: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether the judge agrees with people enough to be heard."""
+        return self.labels >= FEWEST_LABELS and self.kappa is not None and self.kappa >= self.least_kappa
+
+
+def labels(path: Path) -> list[Label]:
+    """Return the labelled pairs of a JSONL file. Raises InvalidArgument that names the line."""
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            found.append(toml_table.checked(Label, json.loads(line), f"{path}:{number}"))
+        except ValueError as exc:
+            raise InvalidArgument(f"{path}:{number}", f"must be a JSON object: {exc}") from exc
+    return found
+
+
+def judge(
+    endpoint: Endpoint,
+    rubric: str,
+    baseline: Results,
+    candidate: Results,
+    tasks: Sequence[Task],
+    labelled: Sequence[Label],
+    least_kappa: float,
+) -> Judged:
+    """Ask the judge about the labelled pairs, and about every pair of answers to the tasks."""
+    pairs = results.pairs(baseline, candidate)
+    asked = {}
+    for task in tasks:
+        prompts = {str(case["id"]): str(case.get("prompt") or case.get("question")) for case in task.cases}
+        for one, two in pairs.get(task.name, ()):
+            if not one.error and not two.error and one.id in prompts:
+                asked[f"{task.name}/{one.id}"] = (prompts[one.id], one.output, two.output)
+    known = _verdicts(endpoint, rubric, [(label.prompt, label.a, label.b) for label in labelled])
+    agreed = [(_SCORES[label.label], said) for label, said in zip(labelled, known, strict=True) if said is not None]
+    said = dict(zip(asked, _verdicts(endpoint, rubric, asked.values()), strict=True))
+    return Judged(
+        baseline_sha256=baseline.sha256,
+        candidate_sha256=candidate.sha256,
+        model=endpoint.model,
+        labels=len(agreed),
+        kappa=kappa(agreed),
+        least_kappa=least_kappa,
+        verdicts={name: verdict for name, verdict in said.items() if verdict is not None},
+        failed=sum(verdict is None for verdict in said.values()),
+    )
+
+
+def kappa(pairs: Sequence[tuple[Any, Any]]) -> float | None:
+    """Return Cohen's kappa of two raters; None where chance alone would make them agree always, or without pairs."""
+    count = len(pairs)
+    by_chance = sum(
+        sum(one == value for one, _ in pairs) * sum(two == value for _, two in pairs)
+        for value in {value for pair in pairs for value in pair}
+    )
+    if by_chance == count**2:
+        return None
+    return (sum(one == two for one, two in pairs) * count - by_chance) / (count**2 - by_chance)
+
+
+def _verdicts(endpoint: Endpoint, rubric: str, pairs: Iterable[tuple[str, str, str]]) -> Iterator[int | None]:
+    """Yield for each prompt with two answers: -1 first, 0 tie, 1 second; None where the judge did not answer."""
+    with ThreadPoolExecutor(endpoint.concurrency) as threads:
+        yield from threads.map(lambda pair: _verdict(endpoint, rubric, *pair), pairs)
+
+
+def _verdict(endpoint: Endpoint, rubric: str, prompt: str, one: str, two: str) -> int | None:
+    """Ask in both orders: a judge that prefers a place, and not an answer, says tie."""
+    said, swapped = (_asked(endpoint, rubric, prompt, *order) for order in ((one, two), (two, one)))
+    if said is None or swapped is None:
+        return None
+    return said if said == -swapped else 0
+
+
+def _asked(endpoint: Endpoint, rubric: str, prompt: str, first: str, second: str) -> int | None:
+    question = f"{rubric}\n\n# Request\n{prompt}\n\n# First answer\n{first}\n\n# Second answer\n{second}"
+    schema = {"name": "verdict", "schema": Said.model_json_schema(), "strict": True}
+    try:
+        found = endpoint.chat(
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=200,
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+        said = Said.model_validate_json(found.choices[0].message.content or "")
+    except (openai.OpenAIError, ValidationError):
+        return None
+    return {"first": -1, "neither": 0, "second": 1}[said.better]
