@@ -10,6 +10,7 @@ written: a run that was interrupted goes on.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import statistics
@@ -20,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import progress, report, scrape
+from benchmarks import beside, progress, report, scrape
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.record import Record
@@ -37,6 +38,8 @@ SHORT = 32  # tokens of a prompt that costs little beside what it is there for
 WINDOW_S = 0.8  # of decoding in a trial
 MOST_CONTEXT = 4096  # tokens of all prompts of a trial: more would take longer to read than to measure
 PROBES = 3
+PAUSE_S = 0.1
+ANSWER = 64  # tokens
 FIRST_TOKEN_S = 60.0
 
 
@@ -123,12 +126,18 @@ class Experiment:
                     file.write("\n" + json.dumps(self._key | asdict(outcome)))
 
     async def _decode(self, trial: Trial) -> Outcome:
+        """Measure streams as long as answers usually are, from a pause: the first steps after one are the slowest."""
         step_s = self._guess_s(trial)
         first_steps = trial.sequences * trial.prompt // self._engine.max_num_tokens + 1
         room = self._engine.max_seq_len - trial.prompt - 8
-        tokens = min(room, max(24, round(WINDOW_S / step_s)) + first_steps)
-        records = await asyncio.gather(*(self._send(trial.prompt, tokens) for _ in range(trial.sequences)))
-        return Outcome(trial, decoding(records))
+        tokens = min(room, min(ANSWER, max(24, round(WINDOW_S / step_s))) + first_steps)
+        points = []
+        for _ in range(max(1, min(PROBES, round(WINDOW_S / (tokens * step_s))))):
+            await asyncio.sleep(PAUSE_S)
+            points.append(
+                decoding(await asyncio.gather(*(self._send(trial.prompt, tokens) for _ in range(trial.sequences))))
+            )
+        return Outcome(trial, sorted(points, key=lambda point: point.seconds)[len(points) // 2])
 
     def _guess_s(self, trial: Trial) -> float:
         """Return the seconds of a step, by the nearest trial so far."""
@@ -147,6 +156,8 @@ class Experiment:
         try:
             await self._begun(streams, tasks)
             for _ in range(PROBES):
+                if not n:  # an engine that has just worked is faster than one that meets a request
+                    await asyncio.sleep(PAUSE_S)
                 record = await self._send(trial.prefill, 1)
                 context = sum(trial.prompt + stream.tokens for stream in streams)
                 if record.timings is None:
@@ -248,7 +259,8 @@ def described(model: StepModel, outcomes: list[Outcome]) -> str:
         report.table(rows, ("sequences", "context", "prefill", "ms", "model", "error"))
         + f"\n  {model.points} steps on {model.machine}: error p50 {model.error_p50_percent:.1f} %, "
         + f"p95 {model.error_p95_percent:.1f} %; "
-        + f"{report.ms(model.request_s)} ms a request outside the steps\n  {terms}"
+        + f"{report.ms(model.request_s)} ms a request outside the steps\n  {terms}\n  "
+        + ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.BESIDE)
     )
 
 
@@ -285,7 +297,8 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     if left := len(set(trials) - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3
-    model = fitted(outcomes, key)
+    others: dict[str, Any] = beside.measured(server, Prompts.for_engine(folder))
+    model = dataclasses.replace(fitted(outcomes, key), **others)
     print(described(model, outcomes))
     path = model.save(out or folder)
     kept.unlink()

@@ -49,12 +49,13 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     seconds: of each load. input_tokens, output_tokens: distributions, as those of a persona.
     Raises InvalidArgument for an engine without a step model, EngineFailed.
     """
-    pool = Pool.model_validate({"engine": engine, "send_s": 0.0})
+    pool = Pool.model_validate({"engine": engine, "send_s": 0.0, "shared": True})
     prompts_of, answers = parse(input_tokens, "input"), parse(output_tokens, "output")
     rng, busy = random.Random(seed), min(8, pool.slots)
     mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
-    decode_s = mean_out / pool.step.decode_tokens_per_s(busy, mean_in + mean_out / 2)
-    request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s
+    kind = pool.kind
+    decode_s = mean_out * kind.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
+    request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s + kind.request_s
     before, used_s = machine.cpu_time(), _used_s()
     rows: list[tuple[str, ...]] = []
     errors: dict[str, list[float]] = {}

@@ -199,7 +199,8 @@ class Call:
 
     def _after(self, act: Any, *arguments: Any) -> None:
         """Act when it has gone over the network, and through what stands before and behind the engine."""
-        if delay_s := self._replica.delay_s + self._replica.engine.pool.step.request_s / 2:
+        step = self._replica.engine.pool.step
+        if delay_s := self._replica.delay_s + (step.request_s + step.gateway_s) / 2:
             self._loop.call_later(delay_s, act, *arguments)
         else:
             act(*arguments)

@@ -36,6 +36,7 @@ class Pool(BaseModel):
     replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: tokens of one step, of prompts and of
         streams. slower, short_tokens: how steps read prompts beside streams, as cluster.plan.engine.Replica. An engine
         has its own.
+    shared: the gateway and the people's programs run on the cores of a replica's machine, as in a test on one machine.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
     noise: standard deviation of the logarithm of a step's time.
     send_s: seconds between two messages of a stream; 0: one for each step, the most exact and the slowest.
@@ -51,6 +52,7 @@ class Pool(BaseModel):
     prefill_chunk: _Count = 512
     slower: _Amount = 0.0
     short_tokens: _CountOrZero = 0
+    shared: bool = False
     start_s: _Seconds = 60.0
     start_spread: _Part = 0.0
     noise: _Part = 0.0
@@ -67,15 +69,16 @@ class Pool(BaseModel):
             if not engine:
                 terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **dict(step or ())}
                 return table | {"step": StepModel.from_json(_GIVEN | terms)}
-            own = vars(Replica.of_engine(ENGINES / engine))
+            own = dict(vars(Replica.of_engine(ENGINES / engine)))
         except (TridentError, TypeError) as exc:
             raise ValueError(f"{'engine' if engine else 'step'}: must be measured or given: {exc}") from exc
         own["prefill_chunk"] = own.pop("chunk_tokens")
-        return own | table | {"step": own["step"]}
+        return {name: own[name] for name in own if name in cls.model_fields} | table | {"step": own["step"]}
 
     @property
     def kind(self) -> Replica:
-        return Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
+        found = Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
+        return found.sharing(self.shared)
 
 
 class Gateways(BaseModel):

@@ -12,7 +12,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contract import manifest as manifests
@@ -21,6 +21,7 @@ from contract.step_model import StepModel
 
 BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
 SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
+WINDOW_S, STREAM_S = (0.004, 0.018), 0.0011
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Replica:
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
     short_tokens: prompts up to this length are read whole all the same.
+    request_s, message_s: by which a request that comes, and a message that is sent, make the engine's work longer: what
+        they take of its cores, beyond what the steps hold.
     """
 
     step: StepModel
@@ -39,15 +42,37 @@ class Replica:
     kv_tokens: int
     slower: float = 0.0
     short_tokens: int = 0
+    request_s: float = 0.0
+    message_s: float = 0.0
 
     @staticmethod
-    def of_engine(folder: Path) -> Replica:
-        """Return the kind of a calibrated engine. Raises NotFound, EngineFailed, InvalidArgument."""
+    def of_engine(folder: Path, gateway: bool = False) -> Replica:
+        """Return the kind of a calibrated engine. gateway: on the same machine.
+
+        Raises NotFound, EngineFailed, InvalidArgument.
+        """
         engine, model = manifests.load(folder), step_model.of_engine(folder)
         cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
         pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
         rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else ()
-        return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
+        found = Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
+        return found.sharing(gateway) if engine.kind == "cpu" else found
+
+    def sharing(self, gateway: bool) -> Replica:
+        """Return it with what else its cores do. A step's work waits as long as others have its cores: of N cores, a
+        second of one of them makes it 1/N s longer."""
+        step, cores = self.step, self.step.cores or math.inf
+        request_s = (step.request_cpu_s + gateway * step.gateway_request_cpu_s) / cores
+        return replace(self, request_s=request_s, message_s=gateway * step.gateway_message_cpu_s / cores)
+
+    def seconds(self, decoding: int, context_tokens: float, prefill_tokens: int) -> float:
+        """Return the seconds of a step, with the messages that it sends."""
+        step_s = self.step.seconds(decoding, context_tokens, prefill_tokens)
+        if not self.message_s:
+            return step_s
+        # All streams' tokens are sent together, once in a window (python_backends/cpu_engine/coalescing_window.py).
+        window_s = max(WINDOW_S[0], min(WINDOW_S[1], decoding * STREAM_S), decoding * STREAM_S / 2)
+        return step_s + self.message_s * decoding / (1 + window_s // step_s)
 
     def whole(self, decoding: int) -> int:
         """Return the prompt tokens that a step beside streams has places for."""
@@ -129,6 +154,7 @@ class Engine:
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
+        self._owed_s = 0.0  # to those that came during the span
         self._sent_s = 0.0
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._cached = 0
@@ -144,6 +170,8 @@ class Engine:
     def submit(self, sequence: Sequence, now_s: float) -> None:
         self._number += 1
         sequence.arrived_s = now_s
+        if self.running:  # else it has taken nothing from anybody
+            self._owed_s += self.kind.request_s
         heapq.heappush(self._waiting, (-sequence.priority, self._number, sequence))
         if len(self.running) < self.kind.slots:
             self._interrupt(now_s)
@@ -230,12 +258,13 @@ class Engine:
             heapq.heappop(self._ends)
         decoding, context, steps = self._decoding, float(self._context), 1
         parts = self._read(now_s) if self._reading else []
-        step_s = kind.step.seconds(decoding, context, sum(part for _, part in parts)) * self.slow
+        step_s = kind.seconds(decoding, context, sum(part for _, part in parts)) * self.slow
         if not parts:
             steps = max(1, self._ends[0][0] - self.steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
-            step_s = kind.step.seconds(decoding, context + decoding * (steps - 1) / 2, 0) * self.slow
+            step_s = kind.seconds(decoding, context + decoding * (steps - 1) / 2, 0) * self.slow
+        step_s, self._owed_s = step_s + self._owed_s / steps, 0.0
         if self.noise:
             step_s *= self.rng.lognormvariate(0.0, self.noise)
         self._span, self.due_s = (now_s, steps, parts, step_s), now_s + steps * step_s

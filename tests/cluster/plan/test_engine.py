@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.plan import engine
+from cluster.plan.engine import Replica
 from cluster.plan.replica import Request, serve
 from python_backends.cpu_engine import step_budget
 from tests.cluster.plan.scenarios import REPLICA, STEP
@@ -38,3 +40,33 @@ def test_short_prompts_beside_streams_are_read_in_one_step_and_long_ones_are_not
 
 def test_the_planner_reads_prompts_by_the_engines_rule():
     assert (engine.SLOWER, engine.SHORT_TOKENS) == (step_budget.SLOWER, step_budget.SHORT)
+
+
+SHARED = dataclasses.replace(
+    REPLICA,
+    step=dataclasses.replace(
+        STEP, cores=2, request_cpu_s=0.008, gateway_request_cpu_s=0.004, gateway_message_cpu_s=0.0004
+    ),
+)
+
+
+def test_a_request_takes_its_cpu_from_those_that_run():
+    def ends(replica: Replica, *at_s: float) -> list[float]:
+        requests = [Request(each_s, 32, 50) for each_s in at_s]
+        serve(replica, requests)
+        return [request.end_s for request in requests]
+
+    plain, beside, behind = REPLICA, SHARED.sharing(False), SHARED.sharing(True)
+    assert ends(plain, 0.0) == ends(beside, 0.0)  # nobody waits for it
+    assert ends(behind, 0.0)[0] > ends(plain, 0.0)[0]  # the gateway sends its messages
+    late = ends(plain, 0.0, 0.1)[0]
+    assert ends(beside, 0.0, 0.1)[0] == pytest.approx(late + 0.004)
+    assert ends(behind, 0.0, 0.1)[0] > late + 0.006
+
+
+@given(st.integers(1, 64), st.integers(0, 5000))
+def test_messages_make_a_step_longer_by_what_a_message_takes_at_most_and_by_some_of_it(streams, context):
+    plain_s, shared_s = (SHARED.sharing(gateway).seconds(streams, context, 0) for gateway in (False, True))
+    assert plain_s == SHARED.step.seconds(streams, context, 0)
+    tokens = 1 + max(0.018, 0.00055 * streams) / plain_s
+    assert streams * 0.0002 / tokens <= shared_s - plain_s + 1e-12 <= streams * 0.0002 + 2e-12

@@ -1,0 +1,42 @@
+"""CPU of requests and messages, from a replica whose costs are known."""
+
+import asyncio
+import random
+
+import pytest
+
+from benchmarks import beside
+from benchmarks.beside import Costs
+from benchmarks.measurement import ServerUnderTest
+from benchmarks.prompts import Prompts
+
+REQUEST_S, MESSAGE_S = (0.008, 0.003), (0.001, 0.0002)  # server and client, gateway
+
+
+class Scripted:
+    def __init__(self) -> None:
+        self.used_s = [5.0, 1.0]
+
+    async def send(self, request, record):
+        messages = (request.max_tokens + 1) // 2
+        for who in (0, 1):
+            self.used_s[who] += REQUEST_S[who] + MESSAGE_S[who] * messages
+        record.messages = [(record.sent_s + 0.02 + n, 2) for n in range(messages)]
+
+
+class Words:
+    def text(self, rng, tokens, prefix=""):
+        return " ".join([str(rng.random())] * tokens)
+
+
+def test_requests_and_messages_are_told_apart():
+    target, costs = Scripted(), Costs()
+    for _ in range(2):
+        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: (target.used_s[0], target.used_s[1])))
+    for who in (0, 1):
+        assert costs.solved(who) == pytest.approx((REQUEST_S[who], MESSAGE_S[who]))
+    assert costs.ttft_s == pytest.approx(0.02)
+
+
+def test_of_a_replica_elsewhere_nothing_is_known():
+    assert beside.measured(ServerUnderTest("10.255.255.1:8001"), Prompts()) == {}
