@@ -19,6 +19,8 @@ from pydantic import BaseModel, Field
 
 from clients import Client
 from contract.errors import Unauthenticated
+from evals import command_line, task
+from gateway.samples.store import SampleStore, new_key
 from server.replica import Replica
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +30,13 @@ salt = "{SALT}"
 [orgs.acme.teams.research]
 requests_per_minute = 6000
 tokens_per_minute = 600000
+samples = true
 [orgs.acme.teams.research.keys.alice]
 hash = "{hmac.new(bytes.fromhex(SALT), ALICE.encode(), hashlib.sha256).hexdigest()}"
+[samples]
+fraction = 1.0
+per_minute = 1000
+[samples.checks]
 """
 CHAT = [{"role": "user", "content": "What is two plus two?"}]
 
@@ -37,8 +44,8 @@ CHAT = [{"role": "user", "content": "What is two plus two?"}]
 @pytest.fixture(scope="module")
 def endpoints(
     replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, str]]:
-    """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint)."""
+) -> Iterator[tuple[str, str, Path]]:
+    """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint, and the folder of its files)."""
     environ = {
         **os.environ,
         "TRIDENT_GATEWAY_HTTP_PORT": "0",
@@ -50,6 +57,9 @@ def endpoints(
     folder = tmp_path_factory.mktemp("gateway")
     (folder / "gateway.toml").write_text(CONFIG)
     environ["TRIDENT_GATEWAY_CONFIG"] = str(folder / "gateway.toml")
+    (folder / "keys").write_text(new_key())
+    environ["TRIDENT_GATEWAY_SAMPLES"] = str(folder / "samples")
+    environ["TRIDENT_GATEWAY_SAMPLES_KEYS"] = str(folder / "keys")
     log = folder / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -58,7 +68,7 @@ def endpoints(
     try:
         words = process.stdout.readline().split()
         assert words[::2] == ["http", "grpc"], log.read_text()
-        yield f"http://{words[1]}", words[3]
+        yield f"http://{words[1]}", words[3], folder
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
@@ -69,7 +79,7 @@ def endpoints(
 
 
 @pytest.fixture
-def ask(endpoints: tuple[str, str]) -> Iterator[openai.OpenAI]:
+def ask(endpoints: tuple[str, str, Path]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{endpoints[0]}/v1", api_key=ALICE, max_retries=0) as client:
         yield client
 
@@ -144,7 +154,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(as
         ask.completions.create(model="demo", prompt="word " * 3000, max_tokens=10)
 
 
-def test_our_own_client_streams_over_kserve(endpoints: tuple[str, str], replica: Replica):
+def test_our_own_client_streams_over_kserve(endpoints: tuple[str, str, Path], replica: Replica):
     with Client(replica.grpc_url) as direct, Client(endpoints[1], api_key=ALICE) as through:
         assert through.health().ok
         expected = direct.complete("The cat", max_tokens=12, temperature=0.0)
@@ -178,7 +188,7 @@ def test_a_stream_that_was_left_goes_on_where_it_was_under_its_idempotency_key(a
     assert numbers == sorted(set(numbers))
 
 
-def test_without_a_key_neither_protocol_opens(endpoints: tuple[str, str]):
+def test_without_a_key_neither_protocol_opens(endpoints: tuple[str, str, Path]):
     with openai.OpenAI(base_url=f"{endpoints[0]}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
@@ -193,3 +203,37 @@ def test_a_gateway_that_the_server_starts_counts_with_the_engines_tokenizer(engi
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == str(engine_dir / "tokenizer.json")
+
+
+def test_an_answer_is_kept_rated_curated_and_deleted(
+    ask: openai.OpenAI, endpoints: tuple[str, str, Path], tmp_path: Path
+):
+    folder = endpoints[2]
+    chat = [{"role": "user", "content": "Write to carol@example.org about fifty-one bananas."}]
+    answer = ask.chat.completions.create(model="demo", messages=chat, max_tokens=8)
+    sent = {"response_id": answer.id, "rating": "down", "labels": ["bananas"]}
+    assert ask.post("/feedback", body=sent, cast_to=dict)["rating"] == "down"
+    store = SampleStore(folder / "samples", folder / "keys")
+    [sample] = [one for one in store.samples("acme/research") if one.get("feedback")]
+    assert sample["messages"][0]["content"] == "Write to [EMAIL] about fifty-one bananas."
+    assert sample["output"] == answer.choices[0].message.content and sample["reasons"] == ["fraction", "down"]
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    words = [
+        "curate",
+        str(tmp_path / "samples.jsonl"),
+        "--name",
+        "e2e",
+        "--out",
+        str(tmp_path / "sets"),
+        "--reason",
+        "down",
+    ]
+    assert command_line.main(words) == 0
+    [curated] = task.read(tmp_path / "sets")
+    assert curated.cases[0]["prompt"] == sample["messages"][0]["content"]
+    written = [path.read_bytes() for path in (folder / "samples").rglob("*.jsonl")]
+    assert written and not any(b"bananas" in content for content in written)
+    store.delete("acme/research")
+    assert not list((folder / "samples").rglob("*.jsonl"))
+    with pytest.raises(openai.NotFoundError):
+        ask.post("/feedback", body=sent, cast_to=dict)
