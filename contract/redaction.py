@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 
 
-def _luhn(digits: str) -> bool:
-    """Return whether the number could be a payment card's."""
-    numbers = [int(digit) * (2 if place % 2 else 1) for place, digit in enumerate(reversed(re.sub(r"\D", "", digits)))]
-    return 13 <= len(numbers) <= 19 and sum(number // 10 + number % 10 for number in numbers) % 10 == 0
+def _has_card(text: str) -> bool:
+    """Return whether the digits, or those at their beginning or end, have the check digit of a payment card."""
+    digits = re.sub(r"\D", "", text)
+    for part in {digits, digits[:15], digits[:16], digits[-15:], digits[-16:]}:
+        doubled = [int(digit) * (1 + place % 2) for place, digit in enumerate(reversed(part))]
+        if sum(number // 10 + number % 10 for number in doubled) % 10 == 0:
+            return True
+    return False
 
 
 # In this order: what an earlier one has replaced is not seen by a later one.
@@ -17,16 +21,16 @@ PATTERNS: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
         "PRIVATE_KEY": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
-        "SECRET": r"\b(?:sk|tri|ghp|gho|github_pat|glpat|xox[abp]|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bAKIA[A-Z0-9]{16}\b"
-        r"|\beyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]+|(?<=[Bb]earer )[A-Za-z0-9._~+/-]{16,}=*",
+        "SECRET": r"\b(?:(?:sk|tri|ghp|gho|github_pat|glpat|xox[abp]|pk|rk)[-_][A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}\b"
+        r"|eyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]+|[Bb]earer [A-Za-z0-9._~+/-]{16,}=*)",
         "CREDENTIALS": r"(?<=://)[^\s/:@]{1,128}:[^\s/@]{1,128}(?=@)",
         "EMAIL": r"[\w.%+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}",
         "IBAN": r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b",
         "CARD": r"(?<![\d.])\d(?:[ -]?\d){12,18}(?![\d.]\d|\d)",
         "PHONE": r"(?<![\w+])\+\d[\d ().-]{6,18}\d\b|(?<![\w.])(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}\b",
         "SSN": r"(?<![\w-])\d{3}-\d{2}-\d{4}(?![\w-])",
-        "IP": r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\w)"
-        r"|(?<![\w:])(?:[0-9A-Fa-f]{1,4}:){3,7}:?[0-9A-Fa-f]{1,4}(?![\w:])",
+        "IP": r"\b(?<!\.)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\w)"
+        r"|\b(?:[0-9A-Fa-f]{1,4}:){3,7}:?[0-9A-Fa-f]{1,4}(?![\w:])",
     }.items()
 }
 
@@ -36,7 +40,7 @@ def redact(text: str, patterns: Mapping[str, re.Pattern[str]] = PATTERNS) -> str
     for name, pattern in patterns.items():
 
         def replaced(match: re.Match[str], name: str = name) -> str:
-            return match.group() if name == "CARD" and not _luhn(match.group()) else f"[{name}]"
+            return match.group() if name == "CARD" and not _has_card(match.group()) else f"[{name}]"
 
         text = pattern.sub(replaced, text)
     return text
