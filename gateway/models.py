@@ -42,7 +42,7 @@ class ServedModel:
 
     def cost(self, usage: Usage) -> float:
         """Return what the caller pays for ``usage``; 0 without a price."""
-        return self.price.cost(usage) if self.price is not None else 0.0
+        return self.price.micros(usage) / 1e6 if self.price is not None else 0.0
 
     def adapted(self, adapter: str) -> ServedModel:
         """Return this model with one of its adapters."""

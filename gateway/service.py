@@ -30,7 +30,6 @@ from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
 from gateway.admission.shared_state import GatewayCaps, SharedState
-from gateway.admission.spending import Spending
 from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
@@ -101,13 +100,13 @@ class Service:
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.replicas = replicas or Replicas(settings)
         breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
-        self.overflow = Overflow(self.replicas.ready, breaker, link.spending if link else lambda name: Spending())
         policy = configuration.policy
         lease_s = budget_lease_s(settings, configuration)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
         self.usage = UsageStore(settings) if settings.usage_db else None
         own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, None if self._redis else self.usage)
         self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
+        self.overflow = Overflow(self.replicas.ready, breaker, self.budgets)
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.shared_state = SharedState(settings.redis) if settings.redis else None

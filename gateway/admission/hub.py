@@ -22,7 +22,6 @@ from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.frames import Frames
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
-from gateway.admission.spending import Spending
 from gateway.config.policy import AdmissionRules
 from gateway.config.tenant import Level
 from gateway.usage.store import UsageStore
@@ -85,7 +84,6 @@ class _Worker:
         self.frames = Frames(self._received, self._lost)
         self.slots: dict[int, Slot] = {}
         self.claims: dict[int, _HubClaim] = {}
-        self.spends: dict[int, tuple[str, float]] = {}
         self.heard_s = hub.clock()
 
     def _received(self, kind: str, *parts: Any) -> None:
@@ -97,8 +95,6 @@ class _Worker:
             slot.release()
         for claim in list(self.claims.values()):
             claim.close(claim.entry.cost_tokens)
-        for name, cost in self.spends.values():
-            self.hub.spending(name).settle(0, cost, cost)
         self.hub.forget(self)
         self._left()
 
@@ -126,15 +122,6 @@ class _Worker:
         task = asyncio.ensure_future(reserve())
         self.hub.reserving.add(task)
         task.add_done_callback(self.hub.reserving.discard)
-
-    def on_spend(self, call: int, name: str, cost: float, limit: float | None) -> None:
-        if reserved := self.hub.spending(name).try_reserve(cost, limit):
-            self.spends[call] = name, cost
-        self.frames.send("reply", call, reserved)
-
-    def on_spent(self, call: int, spent: float) -> None:
-        name, cost = self.spends.pop(call)
-        self.hub.spending(name).settle(call, cost, spent)
 
     def on_settle(self, reservation: Reservation, used: int, micros: int) -> None:
         self.hub.budgets.settle(reservation, used, micros)
@@ -198,20 +185,13 @@ class Hub:
         self.reserving: set[asyncio.Task[None]] = set()
         self.workers: dict[int, _Worker] = {}
         self._pools: dict[str, _Pool] = {}
-        self._spendings: dict[str, Spending] = {}
         self._told: dict[str, dict[str, Any]] = {}
-        self._told_used: dict[str, float] = {}
 
     async def attach(self, number: int, end: socket.socket, left: Callable[[], None] = lambda: None) -> None:
         """Serve one worker over its end of a socket pair. left: called when it is gone."""
         worker = self.workers[number] = _Worker(self, number, left)
         await worker.frames.connect(end)
         worker.frames.send("state", self._told)
-        worker.frames.send("used", self._told_used)
-
-    def spending(self, name: str) -> Spending:
-        """Return that of an upstream's endpoint."""
-        return self._spendings.setdefault(name, Spending())
 
     def pool(self, name: str) -> _Pool:
         if name not in self._pools:
@@ -242,11 +222,6 @@ class Hub:
                 self._told = state
                 for worker in self.workers.values():
                     worker.frames.send("state", state)
-            used = {name: spending.used() for name, spending in self._spendings.items()}
-            if used != self._told_used:
-                self._told_used = used
-                for worker in self.workers.values():
-                    worker.frames.send("used", used)
 
     async def close(self) -> None:
         for worker in list(self.workers.values()):

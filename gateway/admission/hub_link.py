@@ -18,7 +18,6 @@ from gateway.admission.budgets import Reservation, demands
 from gateway.admission.frames import Frames
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.sharing import UNKNOWN, Capacity
-from gateway.admission.spending import Spending
 from gateway.config.policy import AdmissionRules
 from gateway.config.tenant import Level
 
@@ -42,7 +41,6 @@ class HubLink:
         self.frames = Frames(self._received, self._lost)
         self.fullness: dict[str, float] = {}
         self.claims: dict[int, _SharedClaim] = {}
-        self.used: dict[str, float] = {}  # of the bounds of a day, by endpoint
         self.topics: dict[str, Callable[..., object]] = {}
         self._slots: dict[str, SharedSlots] = {}
         self._calls: dict[int, asyncio.Future] = {}
@@ -64,10 +62,6 @@ class HubLink:
         """Return the slots of a pool; see PoolSlots."""
         made = SharedSlots(self, *parts, **named)
         return self._slots.setdefault(made.name, made)
-
-    def spending(self, name: str) -> SharedSpending:
-        """Return that of an upstream's endpoint."""
-        return SharedSpending(self, name)
 
     def check(self, now_s: float) -> None:
         """Report the pools: changed slots at once, requests every second."""
@@ -134,9 +128,6 @@ class HubLink:
             if name in self._slots:
                 self._slots[name].mirror(pool)
 
-    def on_used(self, used: dict[str, float]) -> None:
-        self.used = used
-
 
 @dataclass(eq=False)
 class _SharedSlot:
@@ -201,32 +192,6 @@ class SharedBudgets:
 
     async def aclose(self) -> None:
         return None
-
-
-class SharedSpending(Spending):
-    """What an endpoint has cost all workers; ``total`` and ``running`` are this one's."""
-
-    def __init__(self, link: HubLink, name: str) -> None:
-        super().__init__()
-        self._link, self._name = link, name
-
-    def used(self) -> float:
-        return self._link.used.get(self._name, 0.0)
-
-    async def reserve(self, cost: float, limit: float | None) -> int | None:
-        def undo(number: int, reserved: bool) -> None:
-            if reserved:
-                self._link.frames.send("spent", number, 0.0)
-
-        number, reserved = await self._link.call(undo, "spend", self._name, cost, limit)
-        if not reserved:
-            return None
-        self.running += cost
-        return number
-
-    def settle(self, number: int, cost: float, spent: float) -> None:
-        super().settle(number, cost, spent)
-        self._link.frames.send("spent", number, spent)
 
 
 class SharedSlots(PoolSlots):

@@ -140,12 +140,6 @@ class ModelPrice(BaseModel):
     cached: Annotated[float, Field(ge=0)] | None = None
     output: Annotated[float, Field(ge=0)] = 0.0
 
-    def cost(self, usage: Usage) -> float:
-        """Return what ``usage`` costs."""
-        cached = self.input if self.cached is None else self.cached
-        prompt = self.input * (usage.input_tokens - usage.cached_tokens) + cached * usage.cached_tokens
-        return (prompt + self.output * usage.output_tokens) / 1000
-
     def micros(self, usage: Usage) -> int:
         """Return what ``usage`` costs in millionths of the currency: exact, and rounded to the nearest at the end."""
         cached = self.input if self.cached is None else self.cached

@@ -297,6 +297,7 @@ class _File:
             raise self._wrong(f"{where}.endpoint", f"must be one of {', '.join(endpoints)}, got {endpoint!r}")
         if not model and not endpoint:
             raise self._wrong(where, "must have model or endpoint, or both")
+        around = self._periods(table, where, around)
         return Scope(model, endpoint, self._limits(table, where, around, ("model", "endpoint")))
 
     def _periods(self, table: Mapping, where: str, around: _Around) -> dict[str, Any]:

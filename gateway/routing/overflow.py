@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 
 from contract.generation import GenerationRequest
-from gateway.admission.spending import Spending
+from gateway.admission.budget_store import BudgetStore
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.replicas import RoutedReplica
@@ -22,16 +22,16 @@ class Overflow:
     """The targets by name. ``start`` it on the loop that uses it.
 
     ready: returns the replicas that can serve now.
-    breaker: the circuit breaker policy of upstreams. spending: makes that of an endpoint, by its name.
+    breaker: the circuit breaker policy of upstreams. budgets: of what their days may cost.
     """
 
     def __init__(
         self,
         ready: Callable[[], list[RoutedReplica]],
         breaker: BreakerPolicy,
-        spending: Callable[[str], Spending] = lambda name: Spending(),
+        budgets: BudgetStore | None = None,
     ) -> None:
-        self._ready, self._breaker, self._spending = ready, breaker, spending
+        self._ready, self._breaker, self._budgets = ready, breaker, budgets
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}
         self._upstreams: dict[str, Upstream] = {}
@@ -53,8 +53,9 @@ class Overflow:
             for name, endpoint in named.items():
                 known = self._upstreams.get(name)
                 if known is None or not unchanged:
-                    spending = known.spending if known else self._spending(name)
-                    known = Upstream(self._session, name, endpoint, rules.model, self._breaker, spending)
+                    total = known.total if known else 0.0
+                    known = Upstream(self._session, name, endpoint, rules.model, self._breaker, self._budgets)
+                    known.total = total
                 upstreams[name] = known
         self._targets, self._upstreams, self._members = targets, upstreams, members
 

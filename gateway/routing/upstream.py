@@ -35,12 +35,15 @@ from contract.generation import (
     ToolCallDelta,
     Usage,
 )
-from gateway.admission.spending import Spending
+from gateway.admission.budget_store import BudgetStore
+from gateway.admission.budgets import Reservation
 from gateway.config.policy import UpstreamEndpoint
+from gateway.config.tenant import Level, Limits, Quota
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState, blames_replica
 
 _LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
+BELIEVED_S = 5.0  # other workers and gateways spend of a day's bound too, and return of it what they do not use
 COOL_S = 1.0  # pause after a 429 without Retry-After
 MAX_CONNECTIONS = 200
 MAX_EVENT_BYTES = 1024 * 1024
@@ -52,10 +55,15 @@ _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "s
 _ENDS = {"length": FinishReason.LENGTH}
 
 
+def _micros(cost: float) -> int:
+    return round(cost * 10**6)
+
+
 class Upstream:
     """One endpoint of an upstream, with a circuit breaker.
 
-    model: where the endpoint has none of its own. spending: so far, of an endpoint that had other rules.
+    model: where the endpoint has none of its own. budgets: keeps what its day may cost; None: there is no such bound.
+    total: what it has cost, in the currency of its prices.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class Upstream:
         endpoint: UpstreamEndpoint,
         model: str,
         breaker: BreakerPolicy,
-        spending: Spending | None = None,
+        budgets: BudgetStore | None = None,
     ) -> None:
         self._session, self._endpoint, self._policy = session, endpoint, breaker
         self._model, self._api_key = endpoint.model or model, endpoint.api_key
@@ -73,13 +81,14 @@ class Upstream:
         self.breaker = Breaker()
         self.outstanding = 0
         self.first_s = self.errors = 0.0  # means of the latest: time to first token, share of failures
-        self.spending = spending or Spending()
+        self._budgets, self.total = budgets, 0.0
+        self._left, self._left_until_s = 0, 0.0  # millionths of the day's bound, and how long that is believed
         self._cool_until_s = 0.0
 
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
-        limit = self._endpoint.spend_per_day
-        affordable = limit is None or self.spending.used() + self.cost(request) <= limit
+        bounded = self._endpoint.spend_per_day is not None and time.time() < self._left_until_s
+        affordable = not bounded or _micros(self.cost(request)) <= self._left
         return affordable and self.understands(request) and self.wait_s() <= 0
 
     def cost(self, request: GenerationRequest) -> float:
@@ -92,13 +101,24 @@ class Upstream:
 
     async def reserve(self, request: GenerationRequest) -> Spend:
         """Return the reserved cost of a request. Raises Unavailable if the day may cost no more."""
-        cost = self.cost(request)
-        number = await self.spending.reserve(cost, self._endpoint.spend_per_day)
-        if number is None:
+        limit, micros = self._endpoint.spend_per_day, _micros(self.cost(request))
+        if limit is None or self._budgets is None:
+            return Spend(self)
+        level = Level(f"upstream {self.name}", Limits(quotas=(Quota("day", True, _micros(limit)),)))
+        reservation = await self._budgets.reserve((level,), 0, micros=micros)
+        self._left, self._left_until_s = int(reservation.standings[0].balance), time.time() + BELIEVED_S
+        if not reservation.granted:
             error = Unavailable(f"{self.name} may cost no more today: spend_per_day")
             error.internal = True
             raise error
-        return Spend(self, number, cost)
+        return Spend(self, reservation, micros)
+
+    def spent(self, spend: Spend, cost: float) -> None:
+        """Take note of what a request did cost."""
+        self.total += cost
+        if self._budgets is not None and spend.reservation is not None:
+            self._budgets.settle(spend.reservation, 0, _micros(cost))
+            self._left += spend.micros - _micros(cost)
 
     def began(self, first_s: float) -> None:
         """Take note of a time to first token."""
@@ -128,7 +148,7 @@ class Upstream:
 
     def price(self, usage: Usage) -> float:
         """Return what ``usage`` costs here."""
-        return self._endpoint.price.cost(usage)
+        return self._endpoint.price.micros(usage) / 1e6
 
     def stream(self, request: GenerationRequest, spend: Spend, traceparent: str = "") -> UpstreamStream:
         """Send the request and return its stream. spend: of ``reserve``. Needs a running event loop."""
@@ -196,16 +216,15 @@ class Spend:
     """The reserved cost of one request at an upstream; ``settle`` it in any case."""
 
     upstream: Upstream
-    number: int
-    cost: float
+    reservation: Reservation | None = None
+    micros: int = 0
     settled: bool = False
 
     def settle(self, usage: Usage | None) -> None:
         """Charge ``usage`` instead. A second call does nothing."""
         if not self.settled:
             self.settled = True
-            spent = self.upstream.price(usage) if usage is not None else 0.0
-            self.upstream.spending.settle(self.number, self.cost, spent)
+            self.upstream.spent(self, self.upstream.price(usage) if usage is not None else 0.0)
 
 
 class UpstreamStream:

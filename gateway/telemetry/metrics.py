@@ -22,7 +22,13 @@ TOKENS = tuple(2**n for n in range(3, 18))  # 8 to 131,072
 LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 ENGINE = "engine"  # source of an answer that a replica or an upstream generated for its request
 REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
-_BY_TENANT = ("budget", "quota", "concurrency")  # reasons that say nothing of the pool
+_OF_TENANT = ("budget", "quota", "concurrency")  # reasons that say nothing of the pool
+_BY_TENANT = (
+    ("prompt_tokens", "Prompt tokens of the engine's generations, by tenant", TOKENS),
+    ("completion_tokens", "Completion tokens of the engine's generations, by tenant", TOKENS),
+    ("seconds", "Arrival to the last token of the engine's generations, by tenant", DURATION_S),
+    ("first_token_seconds", "Arrival to the first token of the engine's generations, by tenant", FIRST_TOKEN_S),
+)
 SERIES = 1000  # of a metric that are found at once
 MAX_TENANTS = 100  # with labels of their own; further tenants share the label "other"
 
@@ -68,16 +74,10 @@ class Metrics:
         self.pool_tokens = counter("trident_gateway_pool_tokens", text, ("pool", "direction"))
         text = "Records of ended requests that were lost, since the usage database could not be written"
         self.usage_lost = counter("trident_gateway_usage_lost", text)
-        by_tenant = ("tenant", "operation")
-        text = "Prompt tokens of the engine's generations, by tenant"
-        self.tenant_prompt = histogram("trident_gateway_tenant_prompt_tokens", text, by_tenant, buckets=TOKENS)
-        text = "Completion tokens of the engine's generations, by tenant"
-        self.tenant_completion = histogram("trident_gateway_tenant_completion_tokens", text, by_tenant, buckets=TOKENS)
-        text = "Arrival to the last token of the engine's generations, by tenant"
-        self.tenant_duration = histogram("trident_gateway_tenant_seconds", text, by_tenant, buckets=DURATION_S)
-        text = "Arrival to the first token of the engine's generations, by tenant"
-        name = "trident_gateway_tenant_first_token_seconds"
-        self.tenant_first = histogram(name, text, by_tenant, buckets=FIRST_TOKEN_S)
+        self.by_tenant = [
+            histogram(f"trident_gateway_tenant_{name}", text, ("tenant", "operation"), buckets=buckets)
+            for name, text, buckets in _BY_TENANT
+        ]
         self.outcomes = PoolOutcomes()
         self.retries = counter("trident_gateway_retries", "Attempts after the first of a generation")
         text = "Generations that lost their replica: continued, refused, suspect, no_replica"
@@ -147,11 +147,9 @@ class Metrics:
         if source == ENGINE:
             self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, None if whole else itl_s)
             if tenant is not None and first_s:
-                by_tenant = self.tenant(tenant.name), operation
-                self.tenant_prompt.labels(*by_tenant).observe(input_tokens)
-                self.tenant_completion.labels(*by_tenant).observe(output_tokens)
-                self.tenant_duration.labels(*by_tenant).observe(ended_s - began_s)
-                self.tenant_first.labels(*by_tenant).observe(ttft_s)
+                values = (input_tokens, output_tokens, ended_s - began_s, ttft_s)
+                for metric, value in zip(self.by_tenant, values, strict=True):
+                    metric.labels(self.tenant(tenant.name), operation).observe(value)
         if not first_s:
             return
         self.first_token.labels(*labels).observe(ttft_s)
@@ -192,7 +190,7 @@ class Metrics:
 
     def refused(self, pool: str, reason: str) -> None:
         """Count a request that the pool refused, or had no room for."""
-        if reason not in _BY_TENANT:
+        if reason not in _OF_TENANT:
             self.outcomes.now(pool).refusals += 1
         self.pool_refusals.labels(pool, reason).inc()
 

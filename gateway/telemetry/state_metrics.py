@@ -148,7 +148,7 @@ class StateMetrics:
             "trident_gateway_upstream_spend", "What answers of upstreams cost", labels=("pool",)
         )
         for upstream in self.upstreams():
-            spent.add_metric((upstream.name,), upstream.spending.total)
+            spent.add_metric((upstream.name,), upstream.total)
         yield spent
 
     def _pools(self) -> Iterator[Metric]:

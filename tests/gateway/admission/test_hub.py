@@ -21,7 +21,6 @@ from gateway.admission.hub_link import HubLink, SharedBudgets, SharedCaps
 from gateway.admission.sharing import capacity
 from gateway.config.policy import AdmissionRules
 from gateway.config.tenant import Level, Limits, Tenant
-from tests.gateway.running import until
 
 REQUEST = GenerationRequest(text_input="x", max_tokens=10)
 
@@ -222,18 +221,3 @@ async def test_other_gateways_requests_are_told_from_our_own():
         assert 3 < pool.capacity().others <= 4
         for permit in permits:
             permit.settle(None)
-
-
-async def test_what_a_day_may_cost_holds_over_all_workers_and_outlives_one():
-    async with workers(3) as (hub, made):
-        spendings = [worker.link.spending("far") for worker in made]
-        numbers = await asyncio.gather(*(spendings[n % 3].reserve(1.0, 7.0) for n in range(20)))
-        given = [(n % 3, number) for n, number in enumerate(numbers) if number is not None]
-        assert len(given) == 7
-        worker, number = given.pop()
-        spendings[worker].settle(number, 1.0, 0.25)
-        await until(lambda: all(spending.used() == 6.25 for spending in spendings))
-        assert await spendings[0].reserve(1.0, 7.0) is None and await spendings[0].reserve(0.5, 7.0) is not None
-        made[0].link.close()  # what it had running may have been spent
-        await until(lambda: hub.spending("far").used() == 6.75 and 0 not in hub.workers)
-        assert spendings[1].total + spendings[2].total <= 7.0

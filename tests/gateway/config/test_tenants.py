@@ -168,6 +168,7 @@ warn_at = 0.5
 [[orgs.acme.limits]]
 model = "large"
 money_per_day = 3
+time_zone = "UTC"
 [orgs.acme.teams.research]
 time_zone = "Europe/Berlin"
 tokens_per_month = 9
@@ -178,7 +179,7 @@ tokens_per_month = 9
         Quota("month", True, 12_345_678, False, "Asia/Tokyo", 0.5),
     )
     (scope,) = org.scopes
-    assert scope.model == "large" and scope.limits.quotas == (Quota("day", True, 3_000_000, False, "Asia/Tokyo", 0.5),)
+    assert scope.model == "large" and scope.limits.quotas == (Quota("day", True, 3_000_000, False, "UTC", 0.5),)
     assert team.limits.quotas == (Quota("month", False, 9, False, "Europe/Berlin", 0.5),) and not key.has_quotas
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 
 import aiohttp
 import pytest
 
 from contract.errors import Overloaded, Unavailable
 from contract.generation import GenerationRequest, Usage
+from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.overflow import Overflow
@@ -436,13 +438,16 @@ async def test_a_user_stays_on_one_side_of_a_release_and_others_are_drawn() -> N
 
 
 async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
-    targets = Overflow(list, BreakerPolicy())
+    targets = Overflow(list, BreakerPolicy(), MemoryStore(time.monotonic))
     targets.start()
     for limit in (5.0, 7.0):
         target = {"url": "http://far", "price": {"input": 1.0}, "spend_per_day": limit}
         targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})})
         (await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))).settle(Usage(2000, 1))
-    assert targets.upstream("far/one").spending.today() == 4.0
+    assert targets.upstream("far/one").total == 4.0
+    spend = await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))
+    standing = spend.reservation.standings[0]
+    assert standing.balance == 3_000_000 - standing.demand.amount
     await targets.close()
 
 

@@ -21,6 +21,7 @@ from contract.generation import (
     ToolCallDelta,
     Usage,
 )
+from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import ModelPrice, UpstreamEndpoint
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
@@ -168,25 +169,27 @@ async def test_what_a_day_may_cost_is_never_exceeded_and_the_next_day_has_its_ow
     price = ModelPrice(input=1.0, output=1.0)  # the upstream counts 7 and 2 tokens: 0.009 an answer; at most 0.007
     async with upstream() as server, aiohttp.ClientSession() as session:
         endpoint = UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017)
-        far = Upstream(session, "far", endpoint, "m", BreakerPolicy())
+        far = Upstream(session, "far", endpoint, "m", BreakerPolicy(), MemoryStore(time.monotonic, wall=time.time))
         assert far.cost(REQUEST) == pytest.approx(0.007)
         served = 0
         while far.accepts(REQUEST):
             await read(far)
             served += 1
             await until(lambda: far.outstanding == 0)
-            assert far.spending.today() <= 0.018
-        assert served == 2 and far.spending.total == pytest.approx(0.018)
+        assert served == 2 and far.total == pytest.approx(0.018)
+        with pytest.raises(Unavailable, match="spend_per_day"):
+            await far.reserve(REQUEST)
         now_s += 86_400.0
-        assert far.accepts(REQUEST) and far.spending.today() == 0.0
+        assert far.accepts(REQUEST)
+        (await far.reserve(REQUEST)).settle(None)
 
 
 async def test_what_runs_counts_for_the_bound_of_a_day() -> None:
     price = ModelPrice(input=1.0, output=1.0)
     async with upstream() as server, aiohttp.ClientSession() as session:
-        far = Upstream(
-            session, "far", UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017), "m", BreakerPolicy()
-        )
+        endpoint = UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017)
+        budgets = MemoryStore(time.monotonic)
+        far = Upstream(session, "far", endpoint, "m", BreakerPolicy(), budgets)
         running = [far.stream(REQUEST, await far.reserve(REQUEST)) for _ in range(2)]
         assert not far.accepts(REQUEST)
         with pytest.raises(Unavailable, match="spend_per_day"):
@@ -194,4 +197,11 @@ async def test_what_runs_counts_for_the_bound_of_a_day() -> None:
         for stream in running:
             stream.cancel()
         await until(lambda: far.outstanding == 0)
-        assert far.spending.running == pytest.approx(0.0)
+        (await far.reserve(REQUEST)).settle(None)
+        other = Upstream(session, "far", endpoint, "m", BreakerPolicy(), budgets)  # another worker's
+        await other.reserve(REQUEST)
+        await other.reserve(REQUEST)
+        assert far.accepts(REQUEST) and not other.accepts(REQUEST)
+        with pytest.raises(Unavailable, match="spend_per_day"):
+            await far.reserve(REQUEST)
+        assert not far.accepts(REQUEST)
