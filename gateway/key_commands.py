@@ -7,7 +7,7 @@ import asyncio
 import getpass
 import json
 import os
-import time
+import sys
 from typing import Any
 
 from contract.errors import InvalidArgument
@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
         parser = actions.add_parser(action, help=summary, description=summary)
         parser.set_defaults(run=run, action=action)
         parser.add_argument("--gateway", metavar="URL", help=f"ask this gateway; else {variable('key_store')} is used")
-        parser.add_argument("--json", action="store_true", help="print JSON")
         if action != "list":
             parser.add_argument("name", help="ORG/TEAM/KEY" + (", or an id" if action == "revoke" else ""))
         if action in ("create", "rotate"):
@@ -48,28 +47,21 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do what a command says and print it. Raises: TridentError."""
+    """Do what a command says and print its keys, a line of JSON each. Raises: TridentError."""
     given = {name: getattr(arguments, name, None) for name in ("role", "expires_in_s", "overlap_s")}
-    fields: dict[str, Any] | None = {name: value for name, value in given.items() if value is not None}
-    path = "/admin/keys"
+    path, fields = "/admin/keys", {name: value for name, value in given.items() if value is not None} or None
     if arguments.action == "create":
         fields = {"name": arguments.name, **(fields or {})}
-    elif arguments.action == "list":
-        fields = None
-    else:
+    elif arguments.action != "list":
         path, fields = f"{path}/{arguments.name}", {"action": arguments.action, **(fields or {})}
     if arguments.gateway:
         answer = call(arguments.gateway, path, fields)
     else:
         answer = asyncio.run(_in_store(arguments, fields))
-    if arguments.json:
-        print(json.dumps(answer, indent=2))
-        return
     for row in answer.get("keys", [answer]):
-        times = [f"{name} {_shown(row[name])}" for name in ("created", "expires", "last_used") if row[name] is not None]
-        print(f"{row['id']}  {row['state']:<8} {row['role']:<10} {row['name']}  {', '.join(times)}")
+        print(json.dumps(row))
     if "key" in answer:
-        print(f"key    {answer['key']}\nIt is not shown again.")
+        print("The key is not shown again.", file=sys.stderr)
 
 
 async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None) -> Any:
@@ -95,7 +87,3 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
         await stored.close()
         if state is not None:
             await state.close()
-
-
-def _shown(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))

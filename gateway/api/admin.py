@@ -76,18 +76,14 @@ def routes(service: Service) -> list[Route]:
 
     async def create_key(request: Request, principal: Principal) -> Any:
         new = await body(service, request, keys.NewKey)
-        note(request, "key.create", new.name)
-        made = await keys.create(stored(), principal, new)
-        note(request, "key.create", new.name, after={name: made[name] for name in ("id", "role", "expires")})
-        return made
+        note(request, "key.create", new.name, after=new.model_dump(exclude={"name"}, exclude_none=True))
+        return await keys.create(stored(), principal, new)
 
     async def change_key(request: Request, principal: Principal) -> Any:
         target, change = request.path_params["target"], await body(service, request, keys.KeyChange)
-        note(request, f"key.{change.action}", target[:200])
-        made = await keys.change(stored(), principal, target, change)
-        ids = [key["id"] for key in made.get("keys", [made])]
-        note(request, f"key.{change.action}", target, after={"ids": ids, "expires": made.get("expires")})
-        return made
+        rotated = {"overlap_s", "expires_in_s"} if change.action == "rotate" else set()
+        note(request, f"key.{change.action}", target[:200], after=change.model_dump(include=rotated, exclude_none=True))
+        return await keys.change(stored(), principal, target, change)
 
     registrations = service.replicas.registrations
 
@@ -180,25 +176,25 @@ def guarded(service: Service, handle: Handling) -> Endpoint:
     """
 
     async def endpoint(request: Request) -> Response:
-        who, result, refused = Principal("caller", ""), "ok", False
-        noted: dict[str, Any] = {}
+        who, result, noted = Principal("caller", ""), "failed", dict[str, Any]()
         request.state.audit = noted
         try:
             who = await service.authentication.principal(request.headers)
             fields = await handle(request, who)
-            response = fields if isinstance(fields, Response) else None
-            response = response or Response(orjson.dumps(fields), media_type="application/json")
+            result = "ok"
         except TridentError as error:
-            refused, result = isinstance(error, Unauthenticated | PermissionDenied), f"{type(error).__name__}: {error}"
-            response = error_responses.response(*error_responses.http(error))
-        if noted or refused:
-            usual = {"action": f"{request.method} {request.url.path}"[:200], "target": ""}
-            request_id = request.headers.get("x-request-id", "")[:128] or new_request_id()
-            role = who.role if who.name else "none"
-            await service.authentication.audit.write(
-                who.name, role, result=result, request_id=request_id, **(usual | noted)
-            )
-        return response
+            if isinstance(error, Unauthenticated | PermissionDenied):
+                note(
+                    request, noted.get("action", f"{request.method} {request.url.path}"[:200]), noted.get("target", "")
+                )
+            result = f"{type(error).__name__}: {error}"
+            return error_responses.response(*error_responses.http(error))
+        finally:
+            if noted:
+                request_id = request.headers.get("x-request-id", "")[:128] or new_request_id()
+                role = who.role if who.name else "none"
+                await service.authentication.audit.write(who.name, role, result=result, request_id=request_id, **noted)
+        return fields if isinstance(fields, Response) else Response(orjson.dumps(fields), media_type="application/json")
 
     return endpoint
 

@@ -105,9 +105,10 @@ class StoredKeys:
     def named(self, name: str) -> Tenant | None:
         """Return the tenant of a name with an active key."""
         now_s = self._clock()
-        there = any(key.name == name and key.active(now_s) for key in self._keys.values())
-        org, team, key_name = name.split("/")
-        return self._member(org, team, key_name) if there else None
+        if not any(key.name == name and key.active(now_s) for key in self._keys.values()):
+            return None
+        org, team, key = name.split("/")
+        return self._member(org, team, key)
 
     async def make(
         self, name: str, by: str, role: KeyRole | None, lasts_s: float | None, overlap_s: float = 0.0

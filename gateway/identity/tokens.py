@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from cachetools import TLRUCache
+from cachetools import TLRUCache, TTLCache
 from joserfc import jws
 from joserfc.errors import ExpiredTokenError, JoseError
 from joserfc.jwt import JWTClaimsRegistry
@@ -51,7 +51,7 @@ class Tokens:
         self._issuers: dict[str, IssuerKeys] = {}  # by the iss of their tokens
         self._kept: TLRUCache[bytes, tuple[float, IssuerKeys, Any, Principal]]
         self._kept = TLRUCache(MAX_KEPT, lambda key, kept, now_s: kept[0], timer=clock)
-        self._logged: dict[str, float] = {}
+        self._logged: TTLCache[str, bool] = TTLCache(100, LOG_EVERY_S)
         self._stopping: set[asyncio.Task[None]] = set()
 
     def change(self, rules: IdentityRules) -> None:
@@ -163,11 +163,8 @@ class Tokens:
 
     def _log(self, reason: str) -> None:
         """Say why a token was refused; each reason once in a while, since anybody can cause it."""
-        now_s = time.monotonic()
-        if len(self._logged) >= 100:
-            self._logged = {known: at for known, at in self._logged.items() if now_s - at < LOG_EVERY_S}
-        if len(self._logged) < 100 and now_s - self._logged.get(reason, -LOG_EVERY_S) >= LOG_EVERY_S:
-            self._logged[reason] = now_s
+        if reason not in self._logged and self._logged.currsize < self._logged.maxsize:
+            self._logged[reason] = True
             _LOG.warning("a token was refused: %s", reason)
 
 
