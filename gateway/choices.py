@@ -21,7 +21,7 @@ from gateway.admission.request_class import BATCH
 from gateway.generation import Generation, GenerationRuntime
 from gateway.request_context import RequestContext
 from gateway.telemetry.metrics import error_type
-from gateway.telemetry.tracing import end_span, generation_attributes
+from gateway.telemetry.tracing import end_request, generation_attributes
 
 
 class ChoiceDelta(NamedTuple):
@@ -61,6 +61,7 @@ class Choices:
         self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
         self._tenant, self._model, self._span = context.tenant.name, context.model, span
         self._operation = context.operation
+        self._trace, self._began_s = context.trace, began_s
         self._usages: list[Usage | None] = [None] * len(permit.requests)  # of those that have ended
         self._micros = 0
         self.headers: dict[str, str] = permit.headers
@@ -119,10 +120,11 @@ class Choices:
             self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._micros / 1e6)
         ends = [generation.finish_reason or error_type(generation.error) for generation in self.generations]
         error = next((generation.error for generation in self.generations if generation.error is not None), None)
-        attributes = generation_attributes(usage, ends)
+        first_s = min((one.first_s for one in self.generations if one.first_s), default=None)
+        attributes = generation_attributes(usage, ends, first_s and first_s - self._began_s)
         if self._model.price is not None:
             attributes["trident.cost"] = self._micros / 1e6
-        end_span(self._span, error, **attributes)
+        end_request(self._span, self._trace, error, attributes)
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:

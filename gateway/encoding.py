@@ -28,7 +28,7 @@ from gateway.routing.backend_errors import from_backend
 from gateway.routing.replicas import Replicas, RoutedReplica
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import Tracing, end_span, traceparent
+from gateway.telemetry.tracing import PROVIDER, Tracing, end_span, traceparent
 
 MOST_CALL_BYTES = 4 * 1024 * 1024
 _MOST_ATTEMPTS = 4  # replicas that one call may go to
@@ -68,7 +68,11 @@ class Encoding:
         DeadlineExceeded.
         """
         began_s, key = time.monotonic(), f"{context.tenant.name}\n{pool}"
-        span = self._tracing.start(f"{context.operation} {pool}", context.carrier, {"trident.pool": pool})
+        attributes = {"trident.pool": pool}
+        if context.operation == "embeddings":  # the conventions know no scores
+            attributes |= {"gen_ai.operation.name": context.operation, "gen_ai.provider.name": PROVIDER}
+            attributes |= {"gen_ai.request.model": pool}
+        span = self._tracing.start(f"{context.operation} {pool}", context.carrier, attributes)
         error: BaseException | None = None
         tokens, more = 0, {}
         try:
@@ -100,7 +104,7 @@ class Encoding:
             error = exc
             raise
         finally:
-            end_span(span, error)
+            end_span(span, error, **{"gen_ai.usage.input_tokens": tokens})
             known = error if isinstance(error, TridentError) else None
             request_log.write(context, known, began_s, pool=pool, input_tokens=tokens, **more)
 

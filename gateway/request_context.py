@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from contract.priority import NORMAL
 from gateway.admission.charge import Charge
@@ -17,7 +18,7 @@ class RequestContext:
 
     tenant: the tenant that is charged.
     protocol: ``http`` (OpenAI) or ``grpc`` (KServe).
-    operation: ``chat`` or ``text_completion``, as OpenTelemetry names them.
+    operation: ``chat``, ``responses``, ``text_completion``, ``batch`` or an encoder's.
     request_id: the id that callers see in responses and logs. Engines get ids of their own, so that no caller can stop
         or join another caller's request by guessing its id.
     carrier: HTTP headers or gRPC metadata, keys in lower case.
@@ -27,6 +28,7 @@ class RequestContext:
     user: of the caller's, as the body names it; "" for none.
     notes: what became of its prompt, by name (``prompt``, ``context``, …): headers of the response (x-trident-NAME),
         attributes of its span (trident.NAME) and fields of its log line.
+    trace: the telemetry.content.ResponseTrace of its response; None without tracing.
     """
 
     tenant: Tenant
@@ -39,6 +41,7 @@ class RequestContext:
     model: ServedModel = ServedModel()
     user: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
+    trace: Any = None
 
     def charge(self, source: str = "engine") -> Charge:
         """Return what it is charged by. source: ``engine``, or where its answer is reused from."""

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,10 @@ from gateway.routing.shadow import Shadow
 from gateway.samples.recorder import Samples
 from gateway.telemetry import request_log
 from gateway.telemetry.budget_watch import BudgetWatch
+from gateway.telemetry.content import ResponseTrace
 from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
-from gateway.telemetry.tracing import Tracing, end_span
+from gateway.telemetry.tracing import Tracing, end_span, request_attributes
 from gateway.usage.store import UsageRecord, UsageStore
 from gateway.usage.writer import Writer
 from gateway.watchdog import Watchdog
@@ -424,12 +426,7 @@ class Service:
         Raises what FairAdmission.admit raises, and Unavailable while the gateway drains.
         """
         began_s = time.monotonic()
-        attributes = {
-            "gen_ai.request.max_tokens": requests[0].max_tokens,
-            "gen_ai.request.stream": requests[0].stream,
-            "gen_ai.request.choice.count": len(requests),
-        }
-        span = self.request_span(context, ENGINE, **attributes)
+        span = self.request_span(context, requests, ENGINE)
         queue_span = self.tracing.child(span, "queue")
         try:
             permit = await self.admit(requests, context)
@@ -477,17 +474,26 @@ class Service:
     def _prompt_tokens(self, context: RequestContext) -> PromptTokens:
         return context.model.prompt_tokens or self.admission.prompt_tokens
 
-    def request_span(self, context: RequestContext, source: str, **more: Any) -> Span | None:
+    def request_span(
+        self, context: RequestContext, requests: Sequence[GenerationRequest], source: str, **more: Any
+    ) -> Span | None:
         """Start the span of a request. source: ENGINE, or where a reused answer comes from. more: its attributes."""
-        attributes = {
-            "gen_ai.operation.name": context.operation,
-            "gen_ai.provider.name": "trident",
-            "gen_ai.request.model": context.model.name,
-            "trident.source": source,
-            **{f"trident.{name}": text for name, text in context.notes.items()},
-            **more,
-        }
-        return self.tracing.start(f"{context.operation} {context.model.name}", context.carrier, attributes)
+        if not self.tracing.on:
+            return None
+        attributes = request_attributes(requests, context.model.name, context.session)
+        attributes |= {f"trident.{name}": text for name, text in context.notes.items()}
+        own = {"trident.source": source, "trident.operation": context.operation, "trident.tenant": context.tenant.name}
+        name = f"{attributes['gen_ai.operation.name']} {context.model.name}"
+        span = self.tracing.start(name, context.carrier, {**attributes, **own, **more})
+        if context.trace is not None:
+            context.trace.began(span)
+        return span
+
+    def response_trace(self, context: RequestContext) -> AbstractContextManager[ResponseTrace | None]:
+        """Return what reads a response for its span; None without tracing."""
+        if not self.tracing.on:
+            return nullcontext()
+        return ResponseTrace(self.tracing, context.tenant.within(self.configuration.policy.tracing.content))
 
     @property
     def reports_cached_tokens(self) -> bool:

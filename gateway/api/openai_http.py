@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -37,6 +37,7 @@ from gateway.config.tenant import Tenant
 from gateway.hooks.hooks import RequestHooks
 from gateway.request_context import RequestContext
 from gateway.service import Service
+from gateway.telemetry.content import ResponseTrace
 from gateway.telemetry.metrics import refusal_reason
 from gateway.tools import chat_format
 from gateway.tools.cutter import CutterRules
@@ -120,8 +121,10 @@ class OpenAIEndpoint:
         timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
-        with self._service.hooks.call(context) as hooks:
-            requests, context, rules = await _routed(self._service, body, context, timeout_s, hooks)
+        service = self._service
+        with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
+            context = replace(context, trace=trace)
+            requests, context, rules = await _routed(service, body, context, timeout_s, hooks)
             async with _admitted(body, requests, context, self._reuse.open) as stream:
                 vocabulary = _vocabulary(self._service, context, self._vocabulary)
                 # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
@@ -130,9 +133,9 @@ class OpenAIEndpoint:
                     cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
                     replayed = tuple(map(cutters.cut, stream.replayed))
                     stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
-                if hooks is not None:
-                    replayed = tuple([await hooks.output(item) for item in stream.replayed])
-                    stream = replace(stream, deltas=hooks.deltas(stream.deltas), replayed=replayed)
+                if hooks is not None or trace is not None:
+                    replayed = tuple([await _shown(item, hooks, trace) for item in stream.replayed])
+                    stream = replace(stream, deltas=_all_shown(stream.deltas, hooks, trace), replayed=replayed)
                 await self._respond(response, body, stream, vocabulary, headers, context)
 
     async def _read(self, data: bytes, tenant: Tenant) -> Body:
@@ -204,7 +207,8 @@ async def complete(
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
     max_s = service.settings.request_timeout_s
-    with service.hooks.call(context) as hooks:
+    with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
+        context = replace(context, trace=trace)
         requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s), hooks)
         vocabulary = _vocabulary(service, context, vocabulary)
         formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
@@ -212,8 +216,8 @@ async def complete(
             deltas: ChoiceDeltas = aiter(choices)
             if rules is not None:
                 deltas = CutDeltas(deltas, ChoiceCutters(rules, vocabulary, context.request_id))
-            if hooks is not None:
-                deltas = hooks.deltas(deltas)
+            if hooks is not None or trace is not None:
+                deltas = _all_shown(deltas, hooks, trace)
             return await _collect(formatter, deltas, body, context.request_id)
 
 
@@ -250,7 +254,28 @@ async def _routed(
     requests, rules = body.held(requests, form, service.settings)
     if adapter := context.model.adapter:
         requests = [replace(request, adapter=adapter) for request in requests]
+    if context.trace is not None:
+        context.trace.requested(requests)
     return requests, context, rules
+
+
+async def _all_shown(
+    deltas: ChoiceDeltas, hooks: RequestHooks | None, trace: ResponseTrace | None
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yield the deltas as the caller gets them, as many as there are; closing it closes those."""
+    try:
+        async for item in deltas:
+            yield await _shown(item, hooks, trace)
+    finally:
+        await deltas.aclose()
+
+
+async def _shown(item: ChoiceDelta, hooks: RequestHooks | None, trace: ResponseTrace | None) -> ChoiceDelta:
+    if hooks is not None:
+        item = await hooks.output(item)
+    if trace is not None:
+        trace.read(*item)
+    return item
 
 
 def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:

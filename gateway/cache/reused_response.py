@@ -13,7 +13,7 @@ from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import error_type
-from gateway.telemetry.tracing import end_span, generation_attributes
+from gateway.telemetry.tracing import end_request, end_span, generation_attributes
 
 # The metrics' label ``source``, by the value of x-trident-cache.
 SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "replayed": "replayed"}
@@ -36,7 +36,7 @@ class ReusedResponse:
         self._usages: dict[int, Usage | None] = {}
         self._ends: dict[int, str] = {}
         self._complete = self._closed = False
-        self._span = service.request_span(context, self._source, **{"trident.cache": result})
+        self._span = service.request_span(context, requests, self._source, **{"trident.cache": result})
 
     async def admit(self) -> Mapping[str, str]:
         """Charge one request; return the budget's response headers.
@@ -96,7 +96,8 @@ class ReusedResponse:
         )
         if usage is not None:
             service.metrics.used(context.tenant.name, usage, self._source)
-        end_span(self._span, seen, **generation_attributes(usage, ends))
+        first_s = self._first_s - self._began_s if self._first_s else None
+        end_request(self._span, context.trace, seen, generation_attributes(usage, ends, first_s))
         request_log.write(
             context,
             seen,

@@ -65,6 +65,9 @@ def reading(
     keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
     if default_team and not keys.has_team(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
+    for field, name in rules.tenants_named:
+        if not default_team and not keys.may_have(name):
+            raise InvalidArgument(f"{path}: {field}", f"must be organisations, teams or keys of the file, got {name!r}")
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
         raise InvalidArgument(f"{path}: {keys.quotas}", problem)

@@ -199,6 +199,13 @@ class OverflowTarget(BaseModel):
         return self.endpoints
 
 
+class TracingRules(BaseModel):
+    """content: organisations, teams or keys whose prompts and outputs are written to spans."""
+
+    model_config = _RULES
+    content: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
+
+
 class BudgetRules(BaseModel):
     """redis: shared by many gateways; holds from the next start on.
 
@@ -317,6 +324,7 @@ class Policy(BaseModel):
     models: Mapping[_ModelName, ModelRules] = {}
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
     hooks: Mapping[_Name, HookRules] = {}
+    tracing: TracingRules = TracingRules()
     prices: Prices | None = None
     identity: IdentityRules = IdentityRules()
     samples: SampleRules | None = None
@@ -334,6 +342,12 @@ class Policy(BaseModel):
     def longest_wait_s(self) -> float:
         """The longest time in a queue of any class."""
         return max([self.admission.max_wait_s, *(rules.max_wait_s or 0.0 for rules in self.classes.values())])
+
+    @property
+    def tenants_named(self) -> list[tuple[str, str]]:
+        """Every (field, name) where a rule names an organisation, a team or a key."""
+        named = [(f"hooks.{hook}.tenants", name) for hook, rules in self.hooks.items() for name in rules.tenants]
+        return named + [("tracing.content", name) for name in self.tracing.content]
 
     @property
     def pools_used(self) -> list[tuple[str, str]]:

@@ -123,3 +123,7 @@ class Tenant:
     samples: bool = False
     levels: tuple[Level, ...] = ()
     administers: str = ""
+
+    def within(self, names: Sequence[str]) -> bool:
+        """Return whether one of the names is the tenant's or that of one of its levels."""
+        return self.name in names or any(level.name in names for level in self.levels)

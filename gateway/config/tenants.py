@@ -128,6 +128,15 @@ class KeyTable:
         """Return whether the file has a team, ORG/TEAM."""
         return self.file is not None and self.file.has(*name.split("/"))
 
+    def may_have(self, name: str) -> bool:
+        """Return whether a request may come from an organisation, team or key of this name; a team's keys may be made
+        while the gateway runs."""
+        if not len(self):
+            return name == Tenant().name
+        levels = {level.name for _, tenants in self.salted for _, one in tenants.values() for level in one.levels}
+        in_file = self.file is not None and (name in self.file.orgs or self.file.has(*(name.split("/") * 2)[:2]))
+        return name in levels or in_file
+
 
 def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}

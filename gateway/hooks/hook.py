@@ -58,8 +58,7 @@ class LoadedHook:
 
     def serves(self, tenant: Tenant) -> bool:
         """Return whether it is called for the requests of a tenant."""
-        names = {tenant.name, *(level.name for level in tenant.levels)}
-        return not self.rules.tenants or not names.isdisjoint(self.rules.tenants)
+        return not self.rules.tenants or tenant.within(self.rules.tenants)
 
     async def call(
         self, method: str, *arguments: Any, of: object = None, check: Callable[[Any], Any] = lambda value: value

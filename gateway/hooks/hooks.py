@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from contract.errors import Cancelled, InvalidArgument, TridentError, Unauthenticated
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import prompt_of
-from gateway.choices import ChoiceDelta, ChoiceDeltas, total
+from gateway.choices import ChoiceDelta, total
 from gateway.config.hooks import HookRules
 from gateway.config.tenant import Tenant
 from gateway.hooks.call import Call, Outcome
@@ -151,14 +151,6 @@ class RequestHooks:
             found += choices if after is before else [_as_changed(choice, before, after) for choice in choices]
         self._requests = found
         return found
-
-    async def deltas(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
-        """Yield the deltas of a response as the hooks want them, as many as without; closing it closes those."""
-        try:
-            async for item in deltas:
-                yield await self.output(item)
-        finally:
-            await deltas.aclose()
 
     async def output(self, item: ChoiceDelta) -> ChoiceDelta:
         """Return a delta as the hooks want it, and take note of its end."""

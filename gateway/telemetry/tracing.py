@@ -1,4 +1,4 @@
-"""Request spans, exported over OTLP. They hold no prompt and no generated text."""
+"""Request spans, exported over OTLP. They hold no prompt and no generated text but those of ``content``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from contract.generation import Usage
+from contract.generation import GenerationRequest, Usage
+
+PROVIDER = "trident"  # the conventions list companies, and allow other names
 
 
 class Tracing:
@@ -48,9 +50,12 @@ class Tracing:
             return None
         return self._tracer.start_span(name, context=set_span_in_context(parent), kind=kind)
 
-    def past(self, parent: Span, name: str, start_ns: int, end_ns: int) -> Span:
+    def past(
+        self, parent: Span, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Any] | None = None
+    ) -> Span:
         """Record a span that has already ended. start_ns, end_ns: wall clock."""
-        span = self._tracer.start_span(name, context=set_span_in_context(parent), start_time=start_ns)
+        context = set_span_in_context(parent)
+        span = self._tracer.start_span(name, context=context, start_time=start_ns, attributes=attributes)
         span.end(end_ns)
         return span
 
@@ -83,9 +88,48 @@ def end_span(
     span.end(end_ns)
 
 
-def generation_attributes(usage: Usage | None, finish_reasons: Sequence[str]) -> dict[str, Any]:
-    """Return span attributes by OpenTelemetry's GenAI conventions."""
+def end_request(span: Span | None, trace: Any, error: BaseException | None, attributes: Mapping[str, Any]) -> None:
+    """End the span of a request. trace: the content.ResponseTrace that ends it; None where none reads the response."""
+    if trace is None:
+        end_span(span, error, **attributes)
+    else:
+        trace.ended(span, error, attributes)
+
+
+def request_attributes(requests: Sequence[GenerationRequest], model: str, session: str) -> dict[str, Any]:
+    """Return the attributes of a request's span by OpenTelemetry's GenAI conventions. session: "" for none."""
+    request, sampling = requests[0], requests[0].sampling
+    output = "json" if request.guide is not None and request.guide.kind.startswith("json") else "text"
+    found = {
+        "gen_ai.operation.name": operation(request),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.conversation.id": session,
+        "gen_ai.output.type": output,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.request.choice.count": len(requests),
+        "gen_ai.request.seed": None if sampling.seed is None else min(sampling.seed, 2**63 - 1),
+        "gen_ai.request.stop_sequences": request.stop,
+    }
+    for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
+        found[f"gen_ai.request.{name}"] = getattr(sampling, name)
+    return {name: value for name, value in found.items() if value not in (None, "", ())}
+
+
+def operation(request: GenerationRequest) -> str:
+    """Return the conventions' name of what a request asks for."""
+    return "text_completion" if request.messages is None else "chat"
+
+
+def generation_attributes(
+    usage: Usage | None, finish_reasons: Sequence[str], first_s: float | None = None
+) -> dict[str, Any]:
+    """Return the attributes of the end, by the same conventions. first_s: until the first token; None for none."""
     found: dict[str, Any] = {"gen_ai.response.finish_reasons": list(finish_reasons)} if finish_reasons else {}
+    if first_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = first_s
     if usage is not None:
         found["gen_ai.usage.input_tokens"] = usage.input_tokens
         found["gen_ai.usage.output_tokens"] = usage.output_tokens

@@ -1,9 +1,12 @@
 """Hooks in the configuration file."""
 
+from pathlib import Path
+
 import pytest
 
 from contract.errors import InvalidArgument
 from gateway.config import policy
+from tests.gateway.config.test_configuration import ALICE, keys, read
 
 
 def test_hooks_keep_the_order_of_the_file():
@@ -26,3 +29,13 @@ def test_hooks_keep_the_order_of_the_file():
 def test_wrong_fields_are_named(table: dict, problem: str):
     with pytest.raises(InvalidArgument, match=problem):
         policy.read("f", {"hooks": {"a": table}}, {})
+
+
+def test_names_of_tenants_must_exist(tmp_path: Path):
+    hook = '[hooks.a]\nuse = "x"\ntenants = ["{name}"]\n'
+    for name in ("o0", "o0/t", "o0/t/k", "o0/t/made-later"):
+        assert read(tmp_path, keys(ALICE) + hook.format(name=name)).policy.hooks["a"].tenants == (name,)
+    assert read(tmp_path, '[tracing]\ncontent = ["anonymous"]').policy.tracing.content == ("anonymous",)
+    for text in (keys(ALICE) + hook.format(name="o1"), keys(ALICE) + hook.format(name="o0/s"), hook.format(name="o0")):
+        with pytest.raises(InvalidArgument, match="hooks.a.tenants: must be organisations, teams or keys of the file"):
+            read(tmp_path, text)
