@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.config.settings import Settings, variable
 from gateway.prompts.chat_tokens import counted
 from gateway.prompts.registry import Registry, roll_back
-from gateway.prompts.template import PARTS, Rendered, Template, over_budget
+from gateway.prompts.template import PARTS, Template, over_budget
 
 Count = Callable[[Sequence[str]], int]
 
@@ -39,7 +38,6 @@ def add(commands: Any) -> None:
             parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=f"else {variable('tokenizer')}")
     for name in ("before", "after"):
         made["diff"].add_argument(name, metavar="NAME@VERSION")
-    made["diff"].add_argument("--variables", type=_object, default={}, help="values as JSON, else examples")
     made["rollback"].add_argument("name", help="of the prompt")
     made["rollback"].add_argument("--to", metavar="VERSION", help="the newest to serve; else the next older")
 
@@ -77,7 +75,7 @@ def diff(arguments: argparse.Namespace) -> None:
     """Print the tokens of both versions by part. Raises: NotFound, InvalidArgument."""
     registry, (count, unit) = Registry(_folder(arguments)), _counter(arguments)
     rows: list[dict[str, int]] = [
-        _rendered(template, arguments.variables).tokens(count)
+        template.render(template.samples).tokens(count)
         for template in (_template(registry, reference) for reference in (arguments.before, arguments.after))
     ]
     names = [arguments.before, arguments.after]
@@ -113,25 +111,9 @@ def _template(registry: Registry, reference: str) -> Template:
     return prompt.versions[prompt.pick(version, "")]
 
 
-def _rendered(template: Template, given: Mapping[str, Any]) -> Rendered:
-    """Render with the given values, and examples for what they lack; values of the other version only are left out."""
-    known = {name: value for name, value in given.items() if name in template.variables}
-    return template.render({**template.samples, **known}, "--variables")
-
-
 def _counter(arguments: argparse.Namespace) -> tuple[Count, str]:
     """Return what counts tokens, and the unit to print."""
     path = arguments.tokenizer or Settings.from_environment(os.environ).tokenizer
     if path is not None:
         load_tokenizer(path)  # a wrong file is told before anything is printed
     return partial(counted, path), "tokens" if path else "tokens (estimated; --tokenizer counts them)"
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r:.100}")
-    return found

@@ -35,6 +35,7 @@ from gateway.choices import ChoiceDelta, ChoiceDeltas, together
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.hooks.hooks import RequestHooks
+from gateway.prompts import json_text
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry.content import ResponseTrace
@@ -246,6 +247,9 @@ async def _routed(
         hooks.call.model = context.model.name
     if used is not None:
         context = await prompting.weighed(used, requests[0], context)
+    if context.model.rules.plain_tools and requests[0].tools:
+        tools = json_text.plain_tools(requests[0].tools)
+        requests = [replace(request, tools=tools) for request in requests]
     if context.model.rules.context is not None:
         requests, context = await prompting.bounded(service, requests, context, used)
     if service.models.configured:

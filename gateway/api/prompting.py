@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, StrictStr
@@ -22,7 +21,7 @@ from gateway.prompts import long_chat
 from gateway.prompts.chat_tokens import chat_tokens, context_limit, counted
 from gateway.prompts.long_chat import Chat, Message
 from gateway.prompts.registry import Registry
-from gateway.prompts.template import Rendered, Template, over_budget
+from gateway.prompts.template import Rendered, over_budget
 from gateway.request_context import RequestContext
 from gateway.service import Service
 
@@ -52,56 +51,39 @@ class PromptReference(StrictModel):
         }
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The template of one request, rendered. version: NAME@VERSION."""
-
-    version: str
-    template: Template
-    rendered: Rendered
-
-    def own(self, request: GenerationRequest) -> range:
-        """Return the indices of the request's own messages among those of ``around``."""
-        return range(len(self.rendered.before), len(request.messages or ()) - len(self.rendered.after))
-
-    def around(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """Return the template's messages with the request's own in their place."""
-        return (*self.rendered.before, *messages, *self.rendered.after)
-
-
-def prepared(registry: Registry | None, reference: PromptReference, context: RequestContext) -> Prepared:
-    """Return the template that a request names. Raises: InvalidArgument."""
+def prepared(registry: Registry | None, reference: PromptReference, context: RequestContext) -> Rendered:
+    """Return the template that a request names, rendered. Raises: InvalidArgument."""
     if registry is None:
         problem = f"is not supported: this gateway has no prompts ({variable('prompts')}); leave it out"
         raise InvalidArgument("prompt", problem)
     base = reference.id.partition("@")[0]
     version, template = registry.find(reference.id, reference.version, context.tenant, context.caller)
-    return Prepared(f"{base}@{version}", template, template.render(reference.values))
+    return replace(template.render(reference.values), version=f"{base}@{version}")
 
 
-async def weighed(used: Prepared, request: GenerationRequest, context: RequestContext) -> RequestContext:
+async def weighed(used: Rendered, request: GenerationRequest, context: RequestContext) -> RequestContext:
     """Return the context with the template's version and what of it is over its budget.
 
-    request: with the messages of ``Prepared.around``; the tokens are those of the context's model.
+    request: with the messages of ``Rendered.around``; the tokens are those of the context's model.
     Raises: PromptTooLong where a budget refuses.
     """
     notes, budgets = {**context.notes, "prompt": used.version}, used.template.budgets
     if budgets:
-        messages = tuple((request.messages or ())[index] for index in used.own(request))
+        messages = tuple((request.messages or ())[index] for index in used.own(request.messages or ()))
         own = texts_of(replace(request, messages=messages, tools=None))
         tokenizer = context.model.rules.tokenizer
 
         def count() -> str:
-            return over_budget(budgets, used.rendered.tokens(lambda texts: counted(tokenizer, texts), own))
+            return over_budget(budgets, used.tokens(lambda texts: counted(tokenizer, texts), own))
 
-        size = sum(map(len, own)) + sum(len(text) for _, text in used.rendered.parts)
+        size = sum(map(len, own)) + sum(len(text) for _, text in used.parts)
         if warning := count() if size <= COUNTED_AT_ONCE else await asyncio.to_thread(count):
             notes["prompt_warnings"] = warning
     return replace(context, notes=notes)
 
 
 async def bounded(
-    service: Service, requests: list[GenerationRequest], context: RequestContext, used: Prepared | None
+    service: Service, requests: list[GenerationRequest], context: RequestContext, used: Rendered | None
 ) -> tuple[list[GenerationRequest], RequestContext]:
     """Return the requests with a chat that fits their model, and the context with what was left out of it.
 
@@ -121,7 +103,7 @@ async def bounded(
     def fits(chat: Chat, room: int = most) -> bool:
         return count.fits(chat, request.tools, variables, room)
 
-    own = used.own(request) if used is not None else range(len(messages))
+    own = used.own(messages) if used is not None else range(len(messages))
     order = long_chat.drop_order(messages, rules.policy != "drop_oldest", own)
     summarises = rules.policy == "summarise"
     room = most - rules.summary_tokens - _SUMMARY_TEXT if summarises else most

@@ -27,10 +27,11 @@ from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import GuidedBody
-from gateway.api.prompting import Prepared, PromptReference
+from gateway.api.prompting import PromptReference
 from gateway.api.strict_model import WHOLE, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
+from gateway.prompts.template import Rendered
 from gateway.tools import chat_format, guide
 from gateway.tools.chat_format import OPEN, TAGGED, ChatFormat
 from gateway.tools.cutter import CutterRules
@@ -240,7 +241,7 @@ class ChatRequest(_Sampling):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit] = []
     prompt: PromptReference | None = None
-    _prepared: Prepared | None = None
+    _prepared: Rendered | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), WHOLE] | None = None
@@ -258,7 +259,7 @@ class ChatRequest(_Sampling):
     safety_identifier: StrictStr | None = None  # the newer name of user
     prompt_cache_key: StrictStr | None = None  # a hint: the prefix cache finds equal prompts without it
 
-    def use(self, used: Prepared) -> None:
+    def use(self, used: Rendered) -> None:
         """Take the messages of a template, and its parameters where the request has none."""
         self._prepared = used
         for name, value in used.template.parameters.model_dump(exclude_none=True).items():

@@ -275,6 +275,7 @@ class ModelRules(BaseModel):
     context_length: prompt and output, in tokens; a router leaves out a model that is too small.
     tokenizer: its tokenizer.json; None: prompts are estimated.
     context: what is left out of a chat that is too long; None: it is refused.
+    plain_tools: whether titles, examples and comments are left out of the schemas of tools.
     tool_format, reasoning_format: as TRIDENT_GATEWAY_TOOL_FORMAT and _REASONING_FORMAT, which hold where it is auto.
     adapter_prices: of adapters whose price is not the model's.
     """
@@ -292,6 +293,7 @@ class ModelRules(BaseModel):
     reasoning_format: ReasoningFormat = "auto"
     price: ModelPrice | None = None
     context: ContextRules | None = None
+    plain_tools: bool = False
     adapter_prices: Mapping[_ModelName, ModelPrice] = {}
 
     @model_validator(mode="after")

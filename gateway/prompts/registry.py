@@ -19,6 +19,7 @@ from typing import Annotated
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
+from tomlkit.exceptions import TOMLKitError
 
 from contract import toml_table
 from contract.errors import InvalidArgument, NotFound
@@ -151,10 +152,10 @@ class Registry:
         base, at, own = name.partition("@")
         if at and selector is not None:
             raise InvalidArgument("prompt.version", f"must be left out beside a version in the id, got {name!r:.100}")
-        there = [one.name for one in self.prompts.values() if one.of(tenant).versions]
-        if base not in there:
-            raise InvalidArgument("prompt.id", f"must be one of {', '.join(there) or 'none'}, got {base!r:.100}")
-        prompt = self.prompts[base].of(tenant)
+        prompt = self.prompts[base].of(tenant) if base in self.prompts else None
+        if prompt is None or not prompt.versions:
+            there = ", ".join(one.name for one in self.prompts.values() if one.of(tenant).versions)
+            raise InvalidArgument("prompt.id", f"must be one of {there or 'none'}, got {base!r:.100}")
         version = prompt.pick(own if at else selector, caller)
         return version, prompt.versions[version]
 
@@ -189,22 +190,23 @@ def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
         raise NotFound(f"the prompt {name!r:.100} does not exist in {folder}")
     order = list(prompt.versions)
     if to is None:
-        if len(prompt.served) < 2:
-            problem = f"must have an older served version, got {name} with {', '.join(prompt.served) or 'none'}"
-            raise InvalidArgument("NAME", problem)
-        to = prompt.served[-2]
+        newest = max((prompt.latest(), *prompt.shares), key=order.index)
+        older = [text for text in prompt.served if order.index(text) < order.index(newest)]
+        if not older:
+            raise InvalidArgument("NAME", f"must have a served version that is older than {newest}, got {name}")
+        to = older[-1]
     if to not in order:
         raise InvalidArgument("--to", f"must be one of {', '.join(order)}, got {to!r:.100}")
     withdrawn = tuple(order[order.index(to) + 1 :])
     path = folder / name / RELEASE
-    document = tomlkit.parse(path.read_text("utf-8")) if path.exists() else tomlkit.document()
-    document["withdrawn"] = list(withdrawn)
     fresh = path.with_name(f".{RELEASE}.new")
     try:
+        document = tomlkit.parse(path.read_text("utf-8")) if path.exists() else tomlkit.document()
+        document["withdrawn"] = list(withdrawn)
         fresh.write_text(tomlkit.dumps(document), "utf-8")
         os.replace(fresh, path)
-    except OSError as exc:
-        raise InvalidArgument(str(path), f"cannot be written: {exc.strerror or exc}") from exc
+    except (OSError, TOMLKitError) as exc:
+        raise InvalidArgument(str(path), f"cannot be changed: {exc}") from exc
     return replace(prompt, release=prompt.release.model_copy(update={"withdrawn": withdrawn}))
 
 

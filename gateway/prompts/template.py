@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from contract import toml_table
 from contract.errors import InvalidArgument, PromptTooLong
+from gateway.prompts.json_text import compact, table
 from python_backends.tokenizer.chat_template import sandbox
 
 MAX_RENDERED = 1024 * 1024  # characters of a message
@@ -25,23 +26,28 @@ Part = Literal["system", "examples", "context", "user"]
 PARTS: tuple[Part, ...] = ("system", "examples", "context", "user")
 _PART_OF: dict[str, Part] = {"system": "system", "user": "user", "assistant": "examples"}
 _TYPES: dict[str, tuple[str, Any]] = {
-    "integer": ("an integer", (int,)),
+    "string": ("a text", str),
+    "integer": ("an integer", int),
     "number": ("a number", (int, float)),
-    "boolean": ("true or false", (bool,)),
+    "boolean": ("true or false", bool),
+    "enum": ("", str),
+    "list": ("a list", list),
+    "json": ("a JSON value", object),
 }
 _JINJA = sandbox(jinja2.StrictUndefined)
+_JINJA.filters |= {"tojson": compact, "table": table}
 
 
 class Variable(BaseModel):
     """What a request may put into a template.
 
     values: of an enum. items: the type of a list's entries. minimum, maximum: of numbers, also of those in a list.
-    max_length: characters of a text, and of each text of a list. max_items: entries of a list.
+    max_length: characters of a text, of each text of a list, and of a JSON value. max_items: of a list.
     default: in a request without it; None: it must be sent. example: in ``prompt diff`` and ``prompt check``.
     """
 
     model_config = _STRICT
-    type: Literal["string", "integer", "number", "boolean", "enum", "list"] = "string"
+    type: Literal["string", "integer", "number", "boolean", "enum", "list", "json"] = "string"
     values: Names = ()
     items: Literal["string", "integer", "number"] = "string"
     minimum: float | None = None
@@ -63,45 +69,35 @@ class Variable(BaseModel):
                     raise ValueError(f"{exc.field}: {exc.problem}") from None
         return self
 
-    def checked(self, field: str, value: Any) -> Any:
-        """Return the value. field: names it in the error. Raises: InvalidArgument."""
-        if self.type != "list":
-            return self._one(field, value, self.type)
-        if not isinstance(value, list) or len(value) > self.max_items:
-            got = f"{len(value)} entries" if isinstance(value, list) else f"{value!r:.100}"
-            raise InvalidArgument(field, f"must be a list of at most {self.max_items} entries, got {got}")
-        return [self._one(f"{field}.{index}", entry, self.items) for index, entry in enumerate(value)]
-
-    def _one(self, field: str, value: Any, kind: str) -> Any:
-        if kind == "enum":
-            if value not in self.values or not isinstance(value, str):
-                raise InvalidArgument(field, f"must be one of {', '.join(self.values)}, got {value!r:.100}")
-        elif kind == "string":
-            if not isinstance(value, str):
-                raise InvalidArgument(field, f"must be a text, got {value!r:.100}")
-            if len(value) > self.max_length:
-                raise InvalidArgument(field, f"must have at most {self.max_length} characters, got {len(value)}")
-        else:
-            named, types = _TYPES[kind]
-            if kind == "integer" and isinstance(value, float) and value.is_integer():
-                value = int(value)  # as JSON Schema counts 3.0
-            if not isinstance(value, types) or (isinstance(value, bool) and kind != "boolean"):
-                raise InvalidArgument(field, f"must be {named}, got {value!r:.100}")
-            if self.minimum is not None and value < self.minimum:
-                raise InvalidArgument(field, f"must be at least {self.minimum:g}, got {value!r:.100}")
-            if self.maximum is not None and value > self.maximum:
-                raise InvalidArgument(field, f"must be at most {self.maximum:g}, got {value!r:.100}")
+    def checked(self, field: str, value: Any, kind: str = "") -> Any:
+        """Return the value. field: names it in the error. kind: of an entry of a list. Raises: InvalidArgument."""
+        kind = kind or self.type
+        named, types = _TYPES[kind]
+        if kind == "integer" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # as JSON Schema counts 3.0
+        known = isinstance(value, types) and (isinstance(value, bool) == (kind == "boolean") or kind == "json")
+        if not known or (kind == "enum" and value not in self.values):
+            allowed = named or f"one of {', '.join(self.values)}"
+            raise InvalidArgument(field, f"must be {allowed}, got {value!r:.100}")
+        if kind == "list":
+            value = [self.checked(f"{field}.{index}", entry, self.items) for index, entry in enumerate(value)]
+        size = len(compact(value)) if kind == "json" else len(value) if kind in ("string", "list") else 0
+        most, unit = (self.max_items, "entries") if kind == "list" else (self.max_length, "characters")
+        if size > most:
+            raise InvalidArgument(field, f"must have at most {most} {unit}, got {size}")
+        if kind in ("integer", "number"):
+            for bound, sign, word in ((self.minimum, 1, "least"), (self.maximum, -1, "most")):
+                if bound is not None and sign * value < sign * bound:
+                    raise InvalidArgument(field, f"must be at {word} {bound:g}, got {value!r:.100}")
         return value
 
     @property
     def sample(self) -> Any:
         """Any allowed value: the example, else the default, else a short one of the type."""
-        for value in (self.example, self.default):
-            if value is not None:
-                return value
-        number = self.minimum if self.minimum is not None else min(1.0, 1.0 if self.maximum is None else self.maximum)
-        plain: dict[str, Any] = {"integer": int(number), "number": number, "boolean": True, "list": []}
-        return self.values[0] if self.values else plain.get(self.type, "…"[: self.max_length])
+        number = next((bound for bound in (self.minimum, self.maximum) if bound is not None), 1)
+        values: dict[str, Any] = {"integer": int(number), "number": number, "boolean": True, "list": [], "json": {}}
+        plain = self.values[0] if self.values else values.get(self.type, "…"[: self.max_length])
+        return next((value for value in (self.example, self.default) if value is not None), plain)
 
 
 class Text(BaseModel):
@@ -211,7 +207,7 @@ class Template(BaseModel):
             texts = [(part, _rendered(source, values, path)) for part, source in message.texts]
             target.append({"role": message.role, "content": "".join(text for _, text in texts)})
             parts += texts
-        return Rendered(tuple(before), tuple(after), tuple(parts))
+        return Rendered(self, tuple(before), tuple(after), tuple(parts))
 
     @property
     def samples(self) -> dict[str, Any]:
@@ -221,11 +217,21 @@ class Template(BaseModel):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The messages of a template, before and after the request's own, and their texts by part."""
+    """A template's messages before and after the request's own, and their texts by part. version: NAME@VERSION."""
 
+    template: Template
     before: tuple[dict[str, Any], ...]
     after: tuple[dict[str, Any], ...]
     parts: tuple[tuple[Part, str], ...]
+    version: str = ""
+
+    def around(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Return the messages with the request's own in their place."""
+        return (*self.before, *messages, *self.after)
+
+    def own(self, messages: Sequence[Any]) -> range:
+        """Return the indices of the request's own messages among those of ``around``."""
+        return range(len(self.before), len(messages) - len(self.after))
 
     def tokens(self, count: Callable[[Sequence[str]], int], own: Sequence[str] = ()) -> dict[str, int]:
         """Return the tokens of each part. own: the texts of the request's messages, which count to the user's part."""

@@ -31,7 +31,7 @@ def test_versions_are_listed_compared_and_rolled_back(folder: Path, capsys: pyte
     run("list")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "support" and lines[1].split() == ["1.0.0", "0.0%"] and lines[2].split() == ["1.1.0", "100.0%"]
-    run("diff", "support@1.0.0", "support@latest", "--variables", '{"x": "b", "of another version": 1}')
+    run("diff", "support@1.0.0", "support@latest")
     table = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     before, after, change, _ = table["system"]
     assert int(after) - int(before) == int(change) > 0
@@ -58,8 +58,6 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path):
     for wrong in ("support", "other@1.0.0"):
         with pytest.raises(NotFound, match="must be NAME@VERSION of support"):
             run("diff", wrong, "support@1.0.0")
-    with pytest.raises(InvalidArgument, match=r"--variables\.x: must be a text"):
-        run("diff", "support@1", "support@1", "--variables", '{"x": 1}')
     with pytest.raises(InvalidArgument, match="--prompts: must be the folder"):
         run("list", "--prompts", tmp_path / "nowhere")
     with pytest.raises(InvalidArgument, match=r"must be a tokenizer\.json"):

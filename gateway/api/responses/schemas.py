@@ -9,12 +9,13 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
-from gateway.api.prompting import Prepared, PromptReference
+from gateway.api.prompting import PromptReference
 from gateway.api.responses.items import Items, messages_of
 from gateway.api.schemas import WHOLE, ChatRequest, EntryLimit, checked, fields_of
 from gateway.api.strict_model import StrictModel
 from gateway.api.tool_schemas import MAX_TOOLS, FunctionName
 from gateway.config.settings import Settings
+from gateway.prompts.template import Rendered
 from gateway.tools.chat_format import ChatFormat
 from gateway.tools.cutter import CutterRules
 
@@ -150,7 +151,7 @@ class ResponsesChat(ChatRequest):
     original: ResponsesRequest
     inputs: list[dict[str, Any]]
 
-    def use(self, used: Prepared) -> None:
+    def use(self, used: Rendered) -> None:
         super().use(used)
         assert self.original.prompt is not None, "it named the template"
         self.original.prompt.id, _, self.original.prompt.version = used.version.partition("@")

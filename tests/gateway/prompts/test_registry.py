@@ -75,7 +75,6 @@ def test_weights_divide_callers_and_each_stays_at_its_version(folder: Path):
 def test_a_rollback_withdraws_the_newest_version_and_keeps_the_file(folder: Path):
     release = folder / "support" / "release.toml"
     release.write_text('# why\nweights = { "1.2.0" = 9, "1.10.0" = 1 }\n')
-    os.remove(folder / "support" / "2.0.0-rc.1.toml")
     registry = Registry(folder)
     assert roll_back(folder, "support").shares == {"1.2.0": 1.0}
     assert release.read_text().startswith("# why\n")
@@ -83,7 +82,7 @@ def test_a_rollback_withdraws_the_newest_version_and_keeps_the_file(folder: Path
     assert {version_of(registry, selector) for selector in (None, "latest", "1")} == {"1.2.0"}
     assert version_of(registry, "1.10.0") == "1.10.0"  # whoever names it exactly
     assert roll_back(folder, "support").served == ["1.0.0"]
-    with pytest.raises(InvalidArgument, match="must have an older served version"):
+    with pytest.raises(InvalidArgument, match="must have a served version that is older than 1.0.0"):
         roll_back(folder, "support")
     assert roll_back(folder, "support", "1.10.0").served == ["1.0.0", "1.2.0", "1.10.0"]
     with pytest.raises(InvalidArgument, match="--to: must be one of"):

@@ -76,7 +76,7 @@ def test_messages_stand_around_those_of_the_request(template: Template):
         "hi",
         "hello 2 0.5 False",
     ]
-    assert rendered.after == ({"role": "user", "content": '[1, "x"]'},)
+    assert rendered.after == ({"role": "user", "content": '[1,"x"]'},)
 
 
 def test_tokens_are_counted_by_part_and_budgets_warn_or_refuse(template: Template):
@@ -84,7 +84,7 @@ def test_tokens_are_counted_by_part_and_budgets_warn_or_refuse(template: Templat
         return sum(len(text.split()) for text in texts)
 
     tokens = template.render({"product": "tea"}).tokens(count, ["one two"])
-    assert tokens == {"system": 3, "context": 2, "examples": 5, "user": 4}
+    assert tokens == {"system": 3, "context": 2, "examples": 5, "user": 3}
     assert over_budget(template.budgets, tokens) == ""
     assert over_budget(template.budgets, {**tokens, "system": 4}) == "system 4 of 3 tokens"
     with pytest.raises(PromptTooLong, match="at most 2 tokens in the part context, got 3"):
@@ -98,8 +98,8 @@ def test_tokens_are_counted_by_part_and_budgets_warn_or_refuse(template: Templat
         ("product", 3, "must be a text, got 3"),
         ("tone", "rude", "must be one of kind, formal, got 'rude'"),
         ("tone", ["kind"], "must be one of kind, formal"),
-        ("sources", ["a", "b", "c"], "a list of at most 2 entries, got 3 entries"),
-        ("sources", "a", "a list of at most 2 entries, got 'a'"),
+        ("sources", ["a", "b", "c"], "must have at most 2 entries, got 3"),
+        ("sources", "a", "must be a list, got 'a'"),
         ("sources", ["a", 1], "variables.sources.1: must be a text, got 1"),
         ("count", 6, "at most 5, got 6"),
         ("count", 0, "at least 1, got 0"),
@@ -152,6 +152,24 @@ def test_a_bad_file_is_told_by_its_place(tmp_path: Path, text: str, problem: str
     assert "1.0.0.toml" in str(raised.value)
 
 
+def test_json_values_are_written_with_few_tokens(tmp_path: Path):
+    text = """
+[variables.rows]
+type = "json"
+max_length = 20
+example = [{ a = 1, b = "x" }]
+[[messages]]
+role = "user"
+content = "{{ rows | tojson }} {{ rows | table }}"
+"""
+    template = written(tmp_path, text)
+    [message] = template.render({"rows": [{"a": 2, "b": "y"}]}).before
+    assert message["content"] == '[{"a":2,"b":"y"}] a\tb\n2\ty'
+    for value, problem in (([{"a": 1}] * 9, "at most 20 characters, got 73"), ([1], "same keys")):
+        with pytest.raises(InvalidArgument, match=problem):
+            template.render({"rows": value})
+
+
 def test_a_template_cannot_reach_python(tmp_path: Path):
     with pytest.raises(InvalidArgument):
         written(tmp_path, "[[messages]]\nrole = 'user'\ncontent = \"{{ ''.__class__.__mro__ }}\"")
@@ -159,5 +177,5 @@ def test_a_template_cannot_reach_python(tmp_path: Path):
 
 @given(st.lists(st.tuples(st.sampled_from(PARTS), st.text(max_size=20)), max_size=8), st.lists(st.text(max_size=9)))
 def test_no_token_is_lost_between_parts(parts, own):
-    tokens = Rendered((), (), tuple(parts)).tokens(lambda texts: sum(map(len, texts)), own)
+    tokens = Rendered(None, (), (), tuple(parts)).tokens(lambda texts: sum(map(len, texts)), own)
     assert sum(tokens.values()) == sum(len(text) for _, text in parts) + sum(map(len, own))
