@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from clients.wire.connection import new_request_id
 from contract.errors import Cancelled, NotFound, Overloaded, TridentError, Unavailable
@@ -94,12 +94,16 @@ class Samples:
         text = f"Samples that were lost: {', '.join(LOSSES)}"
         self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=None)
         self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=None)
-        text = f"Checked answers by what was found: {', '.join(checks.FINDINGS)}"
-        labels = ("model", "pool", "finding")
-        self._findings = Counter("trident_gateway_quality_answers", text, labels, registry=None)
+        text, place = f"Checked answers by what was found: {', '.join(checks.FINDINGS)}", ("model", "pool")
+        self._findings = Counter("trident_gateway_quality_answers", text, (*place, "finding"), registry=None)
+        text = "Checked answers by language or script"
+        self._languages = Counter("trident_gateway_quality_languages", text, (*place, "language"), registry=None)
+        text, buckets = "Tokens of checked answers", tuple(2**power for power in range(15))
+        self._lengths = Histogram("trident_gateway_quality_length", text, place, buckets=buckets, registry=None)
         text = "How far a window's answers are from those before it: population stability index of a feature"
-        labels = ("model", "pool", "feature")
-        self._index = Gauge("trident_gateway_quality_drift", text, labels, registry=None)
+        self._index = Gauge("trident_gateway_quality_drift", text, (*place, "feature"), registry=None)
+        counters = (self._samples, self._lost, self._feedback, self._findings, self._languages)
+        self._metrics = (*counters, self._lengths, self._index)
 
     def change(self, rules: SampleRules | None, keyless: bool, opted_in: Iterable[str]) -> None:
         """Apply rules to later requests, and log what is kept. opted_in: the tenants whose requests may be."""
@@ -120,7 +124,7 @@ class Samples:
         if rules.checks is not None:
             self._drift.rules = rules.checks
         if self._thread is None:
-            for metric in (self._samples, self._lost, self._feedback, self._findings, self._index):
+            for metric in self._metrics:
                 self._registry.register(metric)
             for name in RATINGS:  # rates need the series before its first increment
                 self._feedback.labels(name)
@@ -258,6 +262,8 @@ class Samples:
                 model, pool = context.model.name, end["pool"]
                 for one in checks.FINDINGS:
                     self._findings.labels(model, pool, one).inc(one == found)
+                self._languages.labels(model, pool, language).inc()
+                self._lengths.labels(model, pool).observe(end["output_tokens"])
                 self._drift.add(model, pool, end["output_tokens"], language, found)
         if not recording.request:
             return "", {}

@@ -214,6 +214,8 @@ async def test_checks_need_no_folder_and_count_by_model_and_pool():
         for finding in ("ok", "refusal"):
             name = f'trident_gateway_quality_answers_total{{finding="{finding}",model="demo",pool=""}}'
             assert metrics[name] == 1
+        assert metrics['trident_gateway_quality_languages_total{language="en",model="demo",pool=""}'] == 1
+        assert metrics['trident_gateway_quality_length_count{model="demo",pool=""}'] == 2
         status, _, _ = await running.post("/v1/feedback", {"request_id": "a", "rating": "up"})
         assert status == 404
 
