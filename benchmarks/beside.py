@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from benchmarks import processes, progress
 from benchmarks.gateway import contenders
 from benchmarks.measurement import ServerUnderTest
@@ -24,21 +26,21 @@ from benchmarks.record import Record
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import PlannedRequest
 
-PROMPT, ALONE, STREAMS, TOKENS, ROUNDS = 64, 24, 8, 64, 2  # requests of one token, then streams of so many
+PROMPT, TOKENS = 64, 64  # of each request
+ALONE, SINGLE, STREAMS, ROUNDS = 24, 3, 8, 2  # requests of one token, streams alone, streams at once
 
 
 @dataclass
 class Costs:
-    """Of one way to the replica. CPU seconds are pairs: server without the engine and client, gateway.
+    """Of one way to the replica.
 
-    alone: requests of one token, one after the other, and the CPU of them. streams: the CPU of several at once, of
-    ``messages``.
+    rows: of each measurement the requests, the times that tokens were sent, the messages, and the CPU seconds of server
+        and client, and of the gateway.
+    ttft_s: of requests alone.
     """
 
-    requests: list[Record] = field(default_factory=list)
-    alone_s: tuple[float, float] = (0.0, 0.0)
-    streams_s: tuple[float, float] = (0.0, 0.0)
-    messages: int = 0
+    rows: list[tuple[float, ...]] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
 
     async def measure(
         self, target: Target, prompts: PromptSource, rng: random.Random, used_s: Callable[[], tuple[float, float]]
@@ -51,22 +53,25 @@ class Costs:
             return record
 
         await send(1)
-        before = used_s()
-        self.requests += [await send(1) for _ in range(ALONE)]
-        middle = used_s()
-        streams = await asyncio.gather(*(send(TOKENS) for _ in range(STREAMS)))
-        self.messages += sum(len(record.messages) for record in streams)
-        self.alone_s, self.streams_s = _plus(self.alone_s, before, middle), _plus(self.streams_s, middle, used_s())
+        for streams, tokens, times in ((1, 1, ALONE), (1, TOKENS, SINGLE), (STREAMS, TOKENS, 1)):
+            before, records = used_s(), []
+            for _ in range(times):
+                records += await asyncio.gather(*(send(tokens) for _ in range(streams)))
+            messages = sum(len(record.messages) for record in records)
+            cpu_s = (after - begun for after, begun in zip(used_s(), before, strict=True))
+            self.rows.append((streams * times, messages / streams, messages, *cpu_s))
+            if tokens == 1:
+                self.ttft_s += [record.ttft_from_send_s or 0.0 for record in records]
 
-    def solved(self, who: int) -> tuple[float, float]:
-        """Return the CPU seconds of a request without its messages, and of a message. who: place in the pairs."""
-        each_s, streams = self.alone_s[who] / len(self.requests), len(self.requests) / ALONE * STREAMS
-        message_s = max(0.0, self.streams_s[who] - streams * each_s) / max(1.0, self.messages - streams)
-        return max(0.0, each_s - message_s), message_s
-
-    @property
-    def ttft_s(self) -> float:
-        return statistics.median(record.ttft_from_send_s or 0.0 for record in self.requests)
+    def solved(self, who: int) -> list[float]:
+        """Return the CPU seconds of a request, of a time that tokens are sent, of a message. who: 1: of the gateway."""
+        known = np.array(self.rows)
+        for columns in ([0, 1, 2], [0, 2], [0]):  # the first without a negative part
+            found, *_ = np.linalg.lstsq(known[:, columns], known[:, 3 + who], rcond=None)
+            if found.min() >= 0:
+                break
+        costs = dict(zip(columns, map(float, found), strict=True))
+        return [max(0.0, costs.get(column, 0.0)) for column in range(3)]
 
 
 def measured(server: ServerUnderTest, prompts: PromptSource) -> dict[str, float]:
@@ -98,15 +103,10 @@ def measured(server: ServerUnderTest, prompts: PromptSource) -> dict[str, float]
 
         direct, through = Costs(), Costs()
         asyncio.run(both())
-    request_s, message_s = through.solved(1)
+    names = "request_cpu_s", "burst_cpu_s", "message_cpu_s"
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "request_cpu_s": direct.solved(0)[0],
-        "gateway_s": max(0.0, through.ttft_s - direct.ttft_s),
-        "gateway_request_cpu_s": request_s,
-        "gateway_message_cpu_s": message_s,
+        **dict(zip(names, direct.solved(0), strict=True)),
+        "gateway_s": max(0.0, statistics.median(through.ttft_s) - statistics.median(direct.ttft_s)),
+        **{f"gateway_{name}": cpu_s for name, cpu_s in zip(names, through.solved(1), strict=True)},
     }
-
-
-def _plus(sums: tuple[float, float], before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
-    return sums[0] + after[0] - before[0], sums[1] + after[1] - before[1]

@@ -50,11 +50,12 @@ class StepModel:
     step_s: of every step. first_sequence_s: for each of the first ``FEW`` sequences. sequence_s: for every sequence.
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.
-    cores: of the machine, which the engine shares with what follows; 0 if that was not measured.
-    request_cpu_s: of one core, that Triton, tokenizer, detokenizer and client take for a request beside its messages,
-        which the steps hold already.
-    gateway_s: of a request's time to the first token, spent in a gateway. gateway_request_cpu_s, gateway_message_cpu_s:
-        of one core, that it takes for a request and for each message.
+    cores: of the machine, which the engine shares with what follows; 0 if that was not measured. CPU seconds are of one
+        core.
+    request_cpu_s, burst_cpu_s, message_cpu_s: that Triton, tokenizer, detokenizer and client take for a request, for
+        each time that tokens are sent, and for each message of a stream then; the steps hold the last two.
+    gateway_s: of a request's time to the first token, spent in a gateway.
+    gateway_request_cpu_s, gateway_burst_cpu_s, gateway_message_cpu_s: that a gateway takes.
     """
 
     manifest_sha256: str
@@ -71,8 +72,11 @@ class StepModel:
     request_s: float = 0.0
     cores: int = 0
     request_cpu_s: float = 0.0
+    burst_cpu_s: float = 0.0
+    message_cpu_s: float = 0.0
     gateway_s: float = 0.0
     gateway_request_cpu_s: float = 0.0
+    gateway_burst_cpu_s: float = 0.0
     gateway_message_cpu_s: float = 0.0
     points: int = 0
     error_p50_percent: float = 0.0
@@ -253,7 +257,10 @@ TERMS = (
     *("step_s", "first_sequence_s", "sequence_s", "context_token_s"),
     *("prefill_s", "prefill_token_s", "prefill_square_s"),
 )
-BESIDE = ("cores", "request_cpu_s", "gateway_s", "gateway_request_cpu_s", "gateway_message_cpu_s")
+BESIDE = (
+    *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s"),
+    *("gateway_s", "gateway_request_cpu_s", "gateway_burst_cpu_s", "gateway_message_cpu_s"),
+)
 _NUMBERS = (*TERMS, *BESIDE, "request_s", "points", "error_p50_percent", "error_p95_percent")
 
 

@@ -77,8 +77,8 @@ class Pool(BaseModel):
 
     @property
     def kind(self) -> Replica:
-        found = Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
-        return found.sharing(self.shared)
+        rule = self.slower, self.short_tokens, self.shared
+        return Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, *rule)
 
 
 class Gateways(BaseModel):

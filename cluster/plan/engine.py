@@ -12,7 +12,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract import manifest as manifests
@@ -22,6 +22,7 @@ from contract.step_model import StepModel
 BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
 SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
 WINDOW_S, STREAM_S = (0.004, 0.018), 0.0011
+_PART = 0.35  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 16
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Replica:
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
     short_tokens: prompts up to this length are read whole all the same.
-    request_s, message_s: by which a request that comes, and a message that is sent, make the engine's work longer: what
-        they take of its cores, beyond what the steps hold.
+    shared: whether a gateway, too, uses the cores of the replica's machine, where the step model tells what others take
+        of them.
     """
 
     step: StepModel
@@ -42,37 +43,42 @@ class Replica:
     kv_tokens: int
     slower: float = 0.0
     short_tokens: int = 0
-    request_s: float = 0.0
-    message_s: float = 0.0
+    shared: bool = False
 
     @staticmethod
-    def of_engine(folder: Path, gateway: bool = False) -> Replica:
-        """Return the kind of a calibrated engine. gateway: on the same machine.
-
-        Raises NotFound, EngineFailed, InvalidArgument.
-        """
+    def of_engine(folder: Path) -> Replica:
+        """Return the kind of a calibrated engine. Raises NotFound, EngineFailed, InvalidArgument."""
         engine, model = manifests.load(folder), step_model.of_engine(folder)
         cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
         pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
         rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else ()
-        found = Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
-        return found.sharing(gateway) if engine.kind == "cpu" else found
+        return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
 
-    def sharing(self, gateway: bool) -> Replica:
-        """Return it with what else its cores do. A step's work waits as long as others have its cores: of N cores, a
-        second of one of them makes it 1/N s longer."""
-        step, cores = self.step, self.step.cores or math.inf
-        request_s = (step.request_cpu_s + gateway * step.gateway_request_cpu_s) / cores
-        return replace(self, request_s=request_s, message_s=gateway * step.gateway_message_cpu_s / cores)
+    @property
+    def request_s(self) -> float:
+        """By which a request that comes makes a step longer: a second of one of N cores, that others take, by 1/N s."""
+        step = self.step
+        cpu_s = step.request_cpu_s + self.shared * step.gateway_request_cpu_s
+        return cpu_s / step.cores if step.cores else 0.0
 
     def seconds(self, decoding: int, context_tokens: float, prefill_tokens: int) -> float:
-        """Return the seconds of a step, with the messages that it sends."""
-        step_s = self.step.seconds(decoding, context_tokens, prefill_tokens)
-        if not self.message_s:
-            return step_s
-        # All streams' tokens are sent together, once in a window (python_backends/cpu_engine/coalescing_window.py).
+        """Return the seconds of a step, with what sending its tokens takes of the cores.
+
+        The tokens of all streams are sent together, once in a window (python_backends/cpu_engine/coalescing_window.py).
+        So a step that others make longer sends fewer tokens in a message, which takes more of the cores.
+        """
+        step = self.step
+        whole_s = step.seconds(decoding, context_tokens, prefill_tokens)
+        if not (self.shared and step.cores and decoding):
+            return whole_s
         window_s = max(WINDOW_S[0], min(WINDOW_S[1], decoding * STREAM_S), decoding * STREAM_S / 2)
-        return step_s + self.message_s * decoding / (1 + window_s // step_s)
+        sent_s = (step.burst_cpu_s + decoding * step.message_cpu_s) / step.cores
+        own_s = max(whole_s / 4, whole_s - sent_s / max(1.0, window_s / whole_s + _PART))
+        sent_s += (step.gateway_burst_cpu_s + decoding * step.gateway_message_cpu_s) / step.cores
+        # seconds = own_s + sent_s / (window_s / seconds + _PART), solved for the seconds.
+        half = (window_s - _PART * own_s - sent_s) / 2
+        longer_s = (math.sqrt(half * half + _PART * own_s * window_s) - half) / _PART
+        return longer_s if window_s / longer_s + _PART > 1 else own_s + sent_s
 
     def whole(self, decoding: int) -> int:
         """Return the prompt tokens that a step beside streams has places for."""

@@ -10,18 +10,24 @@ from benchmarks.beside import Costs
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 
-REQUEST_S, MESSAGE_S = (0.008, 0.003), (0.001, 0.0002)  # server and client, gateway
+COSTS = (0.008, 0.0012, 0.0008), (0.003, 0.0001, 0.0002)  # request, burst, message; server and client, gateway
 
 
 class Scripted:
+    """Sends two tokens in a message, those of all streams at once."""
+
     def __init__(self) -> None:
-        self.used_s = [5.0, 1.0]
+        self.used_s, self.live = [5.0, 1.0], 0
 
     async def send(self, request, record):
+        self.live += 1
+        await asyncio.sleep(0)
         messages = (request.max_tokens + 1) // 2
-        for who in (0, 1):
-            self.used_s[who] += REQUEST_S[who] + MESSAGE_S[who] * messages
+        for who, (request_s, burst_s, message_s) in enumerate(COSTS):
+            self.used_s[who] += request_s + messages * (message_s + burst_s / self.live)
         record.messages = [(record.sent_s + 0.02 + n, 2) for n in range(messages)]
+        await asyncio.sleep(0)
+        self.live -= 1
 
 
 class Words:
@@ -34,8 +40,8 @@ def test_requests_and_messages_are_told_apart():
     for _ in range(2):
         asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: (target.used_s[0], target.used_s[1])))
     for who in (0, 1):
-        assert costs.solved(who) == pytest.approx((REQUEST_S[who], MESSAGE_S[who]))
-    assert costs.ttft_s == pytest.approx(0.02)
+        assert costs.solved(who) == pytest.approx(COSTS[who])
+    assert costs.ttft_s == pytest.approx([0.02] * len(costs.ttft_s))
 
 
 def test_of_a_replica_elsewhere_nothing_is_known():

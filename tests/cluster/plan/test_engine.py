@@ -42,12 +42,12 @@ def test_the_planner_reads_prompts_by_the_engines_rule():
     assert (engine.SLOWER, engine.SHORT_TOKENS) == (step_budget.SLOWER, step_budget.SHORT)
 
 
-SHARED = dataclasses.replace(
-    REPLICA,
-    step=dataclasses.replace(
-        STEP, cores=2, request_cpu_s=0.008, gateway_request_cpu_s=0.004, gateway_message_cpu_s=0.0004
-    ),
-)
+CORES = dataclasses.replace(
+    STEP, cores=2, request_cpu_s=0.008, burst_cpu_s=0.001, message_cpu_s=0.001, gateway_request_cpu_s=0.004,
+    gateway_message_cpu_s=0.0004,
+)  # fmt: skip
+BESIDE = dataclasses.replace(REPLICA, step=CORES)
+SHARED = dataclasses.replace(BESIDE, shared=True)
 
 
 def test_a_request_takes_its_cpu_from_those_that_run():
@@ -56,17 +56,20 @@ def test_a_request_takes_its_cpu_from_those_that_run():
         serve(replica, requests)
         return [request.end_s for request in requests]
 
-    plain, beside, behind = REPLICA, SHARED.sharing(False), SHARED.sharing(True)
-    assert ends(plain, 0.0) == ends(beside, 0.0)  # nobody waits for it
-    assert ends(behind, 0.0)[0] > ends(plain, 0.0)[0]  # the gateway sends its messages
-    late = ends(plain, 0.0, 0.1)[0]
-    assert ends(beside, 0.0, 0.1)[0] == pytest.approx(late + 0.004)
-    assert ends(behind, 0.0, 0.1)[0] > late + 0.006
+    assert ends(REPLICA, 0.0) == ends(BESIDE, 0.0)  # nobody waits for it
+    assert ends(SHARED, 0.0)[0] > ends(BESIDE, 0.0)[0]  # the gateway sends its messages
+    late = ends(REPLICA, 0.0, 0.1)[0]
+    assert ends(BESIDE, 0.0, 0.1)[0] == pytest.approx(late + 0.004)
+    assert ends(SHARED, 0.0, 0.1)[0] > late + 0.006
 
 
 @given(st.integers(1, 64), st.integers(0, 5000))
-def test_messages_make_a_step_longer_by_what_a_message_takes_at_most_and_by_some_of_it(streams, context):
-    plain_s, shared_s = (SHARED.sharing(gateway).seconds(streams, context, 0) for gateway in (False, True))
-    assert plain_s == SHARED.step.seconds(streams, context, 0)
-    tokens = 1 + max(0.018, 0.00055 * streams) / plain_s
-    assert streams * 0.0002 / tokens <= shared_s - plain_s + 1e-12 <= streams * 0.0002 + 2e-12
+def test_a_gateways_messages_make_a_step_longer_by_all_that_they_take_at_most(streams, context):
+    """Each message of one token takes the most; what a longer step sends more often counts, too."""
+    alone_s, shared_s = BESIDE.seconds(streams, context, 0), SHARED.seconds(streams, context, 0)
+    assert alone_s == CORES.seconds(streams, context, 0)
+    most_s = streams * 0.0002 + (0.0005 + streams * 0.0005)
+    assert alone_s < shared_s <= alone_s + most_s + 1e-12
+    same = dataclasses.replace(CORES, gateway_message_cpu_s=0.0)
+    again_s = dataclasses.replace(SHARED, step=same).seconds(streams, context, 0)
+    assert again_s == pytest.approx(alone_s, rel=0.3)
