@@ -7,6 +7,7 @@ import datetime
 import io
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
@@ -53,6 +54,8 @@ def sums(paths: Sequence[Path], given: Mapping[str, str], level: str, zone: str)
     for name, at_s in (("from", about.from_s), ("to", about.to_s)):
         if at_s % QUARTER_S:
             raise InvalidArgument(name, "must be a quarter of an hour; only lists of requests have any time")
+    if about.request_id:
+        raise InvalidArgument("request_id", "is allowed only for lists of requests")
     named = [part.strip() for part in given.get("group_by", "").split(",") if part]
     for name in named:
         if name not in GROUPS:
@@ -61,15 +64,14 @@ def sums(paths: Sequence[Path], given: Mapping[str, str], level: str, zone: str)
     columns = [("start_s", TIMES), ("key", LEVELS), ("model", ("model",)), ("endpoint", ("endpoint",))]
     stored = [column for column, names in columns if set(names) & set(groups)]
     found: dict[tuple[str, ...], list[int]] = {}
-    for path in paths:
-        with store.reading(path) as db:
-            for row in store.sums(db, about, stored):
-                values = dict(zip(stored, row, strict=False))
-                total = found.setdefault(tuple(_group(name, values, zone) for name in groups), [0] * len(SUMS))
-                total[:] = [had + (more or 0) for had, more in zip(total, row[len(stored) :], strict=True)]
-                if len(found) > MOST_ROWS:
-                    problem = f"must give at most {MOST_ROWS} rows: fewer names, or less time"
-                    raise InvalidArgument("group_by", problem)
+    summed = [*stored, *(f"SUM({name})" for name in SUMS)]
+    rest = f"GROUP BY {', '.join(stored)}" if stored else ""
+    for row in chain.from_iterable(store.read(path, "quarters", summed, about, rest) for path in paths):
+        values = dict(zip(stored, row, strict=False))
+        total = found.setdefault(tuple(_group(name, values, zone) for name in groups), [0] * len(SUMS))
+        total[:] = [had + (more or 0) for had, more in zip(total, row[len(stored) :], strict=True)]
+        if len(found) > MOST_ROWS:
+            raise InvalidArgument("group_by", f"must give at most {MOST_ROWS} rows: fewer names, or less time")
     rows = [dict(zip((*groups, *SUMS), (*place, *total), strict=True)) for place, total in sorted(found.items())]
     return Report([_with_cost(row) for row in rows], (*groups, *SUMS, "cost"), about._asdict())
 
@@ -86,12 +88,10 @@ def requests(
     limit, after = (
         _integer(given, name, default, top) for name, default, top in (("limit", most, most), ("after", 0, 2**62))
     )
-    rows = []
-    for path in paths:
-        with store.reading(path) as db:
-            for number, record in store.records(db, about, after, limit):
-                at = datetime.datetime.fromtimestamp(record.time_s, ZoneInfo(zone)).isoformat(timespec="milliseconds")
-                rows.append(_with_cost({"number": number, "time": at, **record._asdict()}))
+    rows, columns, rest = [], ("id", *UsageRecord._fields), "AND id > ? ORDER BY id LIMIT ?"
+    for row in chain.from_iterable(store.read(path, "requests", columns, about, rest, after, limit) for path in paths):
+        at = datetime.datetime.fromtimestamp(row[1], ZoneInfo(zone)).isoformat(timespec="milliseconds")
+        rows.append(_with_cost({"number": row[0], "time": at, **dict(zip(columns[2:], row[2:], strict=True))}))
     more = {"has_more": len(rows) >= limit > 0, "last": rows[-1]["number"] if rows else after}
     return Report(rows, ("number", "time", *UsageRecord._fields[1:], "cost"), more)
 

@@ -76,19 +76,6 @@ class Filter(NamedTuple):
     endpoint: str = ""
     request_id: str = ""
 
-    def where(self, column: str) -> tuple[str, list[Any]]:
-        """Return the SQL condition and its values. column: of the time."""
-        parts = [f"{column} >= ?", f"{column} < ?"]
-        values: list[Any] = [self.from_s, self.to_s]
-        if self.level:  # '0' is the next character behind '/'
-            parts.append("(key = ? OR (key >= ? AND key < ?))")
-            values += [self.level, f"{self.level}/", f"{self.level}0"]
-        for name in ("model", "endpoint", "request_id"):
-            if value := getattr(self, name):
-                parts.append(f"{name} = ?")
-                values.append(value)
-        return " AND ".join(parts), values
-
 
 class UsageStore(Database):
     """Every method blocks. settings: the file, and how long records and their sums are kept. clock: Unix seconds."""
@@ -147,29 +134,22 @@ class UsageStore(Database):
             return {row[0]: (row[2], row[3]) for row in db.execute("SELECT * FROM budgets")}
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Read a usage database, beside gateways that write it. Raises Unavailable."""
+def read(path: Path, table: str, columns: Sequence[str], about: Filter, rest: str, *values: Any) -> Iterator[tuple]:
+    """Yield rows of ``requests`` or ``quarters``, beside gateways that write them. rest: of the query, behind the
+    filter. Raises: Unavailable."""
+    time_column = "time_s" if table == "requests" else "start_s"
+    parts = [f"{time_column} >= ?", f"{time_column} < ?"]
+    filtered: list[Any] = [about.from_s, about.to_s]
+    if about.level:  # '0' is the next character behind '/'
+        parts.append("(key = ? OR (key >= ? AND key < ?))")
+        filtered += [about.level, f"{about.level}/", f"{about.level}0"]
+    for name in ("model", "endpoint", "request_id"):
+        if value := getattr(about, name):
+            parts.append(f"{name} = ?")
+            filtered.append(value)
+    query = f"SELECT {', '.join(columns)} FROM {table} WHERE {' AND '.join(parts)} {rest}"
     try:
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
-        with contextlib.closing(db):
-            yield db
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)) as db:
+            yield from db.execute(query, [*filtered, *values])
     except sqlite3.Error as exc:
         raise Unavailable(f"the usage database cannot be read: {exc}", 5.0) from exc
-
-
-def sums(db: sqlite3.Connection, about: Filter, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of ``columns``, some of start_s, key, model and endpoint, then those of SUMS, in order."""
-    where, values = about.where("start_s")
-    added = ", ".join(f"SUM({name})" for name in SUMS)
-    grouped = ", ".join(columns)
-    query = f"SELECT {', '.join([*columns, added])} FROM quarters WHERE {where}"
-    yield from db.execute(f"{query} GROUP BY {grouped} ORDER BY {grouped}" if columns else query, values)
-
-
-def records(db: sqlite3.Connection, about: Filter, after: int, most: int) -> Iterator[tuple[int, UsageRecord]]:
-    """Yield at most so many records with their numbers, in the order of their writing, behind number ``after``."""
-    where, values = about.where("time_s")
-    query = f"SELECT id, {', '.join(UsageRecord._fields)} FROM requests WHERE {where} AND id > ? ORDER BY id LIMIT ?"
-    for number, *fields in db.execute(query, [*values, after, most]):
-        yield number, UsageRecord(*fields)

@@ -16,11 +16,17 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.errors import InvalidArgument, Unavailable
+from contract.errors import InvalidArgument, Overloaded, Unavailable
+from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
+from gateway.admission.charge import Charge
+from gateway.admission.concurrency import Concurrency
+from gateway.admission.fair_admission import FairAdmission
+from gateway.config.policy import ModelPrice
 from gateway.config.settings import Settings
-from gateway.config.tenant import Level, Limits, Quota, Scope, applying
-from gateway.usage.store import UsageStore
+from gateway.config.tenant import Level, Limits, Quota, Scope, Tenant, applying
+from gateway.usage.store import UsageRecord, UsageStore
+from tests.gateway.admission.one_pool import OnePool
 from tests.gateway.conftest import SteppedClock
 
 BERLIN = "Europe/Berlin"
@@ -190,7 +196,7 @@ async def test_many_at_once_never_spend_more(make: Make, clock: SteppedClock) ->
 STEPS = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 60), st.integers(0, 60), st.integers(0, 5)), max_size=25)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(STEPS, st.sampled_from(["UTC", BERLIN, "America/St_Johns"]))
 def test_what_is_charged_is_what_was_used_whenever_it_ends_and_whoever_dies(
     tmp_path_factory: pytest.TempPathFactory, steps: list, zone: str
@@ -245,3 +251,43 @@ async def test_a_second_gateway_may_not_count_in_the_same_file(tmp_path: Path, c
     with pytest.raises(InvalidArgument, match="give each its own, and share budgets with"):
         MemoryStore(clock, database=UsageStore(Settings(usage_db=tmp_path / "usage")))
     await store.aclose()
+
+
+# What is drawn: prompt, cached part of it, completion, max_tokens, and choices.
+WORK = st.lists(
+    st.tuples(st.integers(1, 40), st.floats(0, 1), st.integers(0, 50), st.integers(1, 50), st.integers(1, 3))
+)
+
+
+@settings(max_examples=15)
+@given(WORK, st.floats(0.001, 5), st.floats(0.001, 5))
+def test_the_ledger_is_what_was_charged_and_what_answers_said(work: list, price: float, output: float) -> None:
+    async def run() -> None:
+        clock = SteppedClock(at("2026-11-23T12:00"))
+        quotas = (Quota("day", False, 3000), Quota("month", True, 5_000_000), Quota("day", True, 1, soft=True))
+        tenant = Tenant("acme/a", levels=(Level("acme", Limits(quotas=quotas)),))
+        budgets = MemoryStore(clock, wall=clock)
+        admission = FairAdmission(budgets, Concurrency(100), clock, pools=OnePool())
+        charged: list[UsageRecord] = []
+        admission.on_charged = charged.append
+        charge, said = Charge("r", "m", "chat", ModelPrice(input=price, cached=price / 2, output=output)), []
+        for prompt, cached, tokens, most, choices in work:
+            request = GenerationRequest(text_input="x" * 4 * prompt, max_tokens=most)
+            try:
+                permit = await admission.admit([request] * choices, tenant, charge=charge)
+            except Overloaded as refused:
+                assert refused.reason == "quota"
+                continue
+            said.append(Usage(prompt, min(tokens, most) * choices, int(cached * prompt)))
+            permit.settle(said[-1])
+            permit.settle(None)
+        assert [(one.prompt_tokens, one.completion_tokens) for one in charged] == [
+            (usage.input_tokens, usage.output_tokens) for usage in said
+        ]
+        tokens, money, soft = (await budgets.reserve(tenant.levels, 0)).standings
+        used = sum(one.prompt_tokens + one.completion_tokens for one in charged)
+        assert 3000 - tokens.balance == used <= 3000
+        assert 5_000_000 - money.balance == sum(one.micros for one in charged) == 1 - soft.balance
+        assert money.balance >= 0
+
+    asyncio.run(run())

@@ -14,8 +14,10 @@ import pytest
 
 from contract.errors import EngineFailed
 from gateway.config.tenants import digest
+from tests.fakes.encoder_replica import EncoderReplica
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
+from tests.gateway.test_continuation import CRASHED, first_then
 
 SALT = "00112233445566778899aabbccddeeff"
 KEYS = {name: f"tri-{name}-0123456789-0123456789" for name in ("alice", "bob", "eve")}
@@ -117,22 +119,22 @@ async def test_each_sees_its_own(tmp_path: Path) -> None:
         assert table[0]["cost"] == "0.014000" and table[0]["requests"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("group_by=week", "group_by: must be some of hour, day, month, org"),
-        ("from=yesterday", "from: must be a date such as 2026-11-23"),
-        ("from=2026-11-24&to=2026-11-23", "to: must not be before from"),
-        ("from=2026-11-22T10:01:00", "from: must be a quarter of an hour"),
-        ("time_zone=Mars", "time_zone: must be an IANA time zone"),
-        ("format=xml", "format: must be one of json, csv"),
-        ("colour=red", "colour: is not known: must be one of from, to"),
-    ],
-)
-async def test_a_query_that_cannot_be_answered_is_named(tmp_path: Path, query: str, message: str) -> None:
+WRONG = [
+    ("group_by=week", "group_by: must be some of hour, day, month, org"),
+    ("from=yesterday", "from: must be a date such as 2026-11-23"),
+    ("from=2026-11-24&to=2026-11-23", "to: must not be before from"),
+    ("from=2026-11-22T10:01:00", "from: must be a quarter of an hour"),
+    ("time_zone=Mars", "time_zone: must be an IANA time zone"),
+    ("format=xml", "format: must be one of json, csv"),
+    ("colour=red", "colour: is not known: must be one of from, to"),
+]
+
+
+async def test_a_query_that_cannot_be_answered_is_named(tmp_path: Path) -> None:
     async with FakeReplica() as replica, billed(tmp_path, replica) as running:
-        status, answer = await usage(running, query)
-        assert status == 400 and message in answer
+        for query, message in WRONG:
+            status, answer = await usage(running, query)
+            assert status == 400 and message in answer
 
 
 async def test_requests_are_paged(tmp_path: Path) -> None:
@@ -232,3 +234,28 @@ async def test_prices_change_for_later_requests(tmp_path: Path) -> None:
         assert second["micros"] - first["micros"] == 2000 * len(WORDS) + 1000 * (
             second["prompt_tokens"] - first["prompt_tokens"]
         )
+
+
+async def test_an_embedding_costs_its_tokens(tmp_path: Path) -> None:
+    async with EncoderReplica() as replica, FakeReplica() as plain:
+        rules = f'[pools]\n"" = 1.0\nsmall = {{ kind = "encoder", replicas = "{replica.url}" }}\n'
+        rules += '[models.vectors]\npools = ["small"]\nprice = { input = 0.5 }\n'
+        async with billed(tmp_path, plain, config(more=rules)) as running:
+            body = {"model": "vectors", "input": ["a b", "c"]}
+            status, headers, answer = await running.post("/v1/embeddings", body, authorization=f"Bearer {KEYS['bob']}")
+            assert status == 200, answer
+            (record,) = (await usage(running, "endpoint=embeddings", KEYS["bob"], "/v1/usage/requests"))["data"]
+    assert (record["request_id"], record["model"]) == (headers["x-request-id"], "vectors")
+    assert (record["prompt_tokens"], record["completion_tokens"], record["micros"]) == (3, 0, 1500)
+
+
+async def test_what_another_replica_goes_on_with_is_charged_once(tmp_path: Path) -> None:
+    script = first_then(CRASHED)
+    async with FakeReplica(script) as one, FakeReplica(script) as two:
+        where = {"replicas": f"{one.url},{two.url}", "metrics_urls": {}, "continuations": 2}
+        async with billed(tmp_path, one, **where) as running:
+            status, headers, answer = await ask(running, max_tokens=12)
+            assert status == 200 and headers["x-trident-continued"] == "1" and one.seen and two.seen
+            (record,) = (await usage(running, path="/v1/usage/requests"))["data"]
+    assert record["completion_tokens"] == answer["usage"]["completion_tokens"] == 12
+    assert record["prompt_tokens"] == answer["usage"]["prompt_tokens"]
