@@ -21,6 +21,7 @@ from tests.gateway.running import until
 from tests.gateway.test_main import process
 
 pytestmark = pytest.mark.slow
+TOKEN = "operators-token-of-a-test-0123456789"
 QUIET = {"LOG_LEVEL": "error"}
 
 
@@ -187,6 +188,32 @@ async def test_a_replica_that_registers_at_one_worker_is_known_to_all_and_so_is_
             assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(9)))] == [200] * 9
             await admin(url, "DELETE", "replicas/one")
             await eventually(lambda: registered([]))
+
+
+async def test_a_key_holds_and_ends_in_every_worker(tmp_path: Path):
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "gateway.toml").write_text("[orgs.acme.teams.research]\nweight = 2.0\n")
+    files = {"ADMIN_TOKEN_FILE": "token", "CONFIG": "gateway.toml", "KEY_STORE": "keys.sqlite"}
+
+    async def send(url: str, token: str, path: str, body: dict) -> tuple[int, dict]:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {token}"}) as session:
+            async with session.post(url + path, json=body) as answer:
+                return answer.status, await answer.json()
+
+    async with FakeReplica(lambda seen: Script((" a",))) as replica:
+        settings = {name: str(tmp_path / file) for name, file in files.items()}
+        async with process(replica, WORKERS="2", **settings, **QUIET) as (gateway, url):
+            made = (await send(url, TOKEN, "/admin/keys", {"name": "acme/research/alice"}))[1]
+
+            async def statuses() -> set[int]:
+                body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+                return {(await send(url, made["key"], "/v1/completions", body))[0] for _ in range(12)}
+
+            await asyncio.sleep(1.0)
+            assert await statuses() == {200}
+            await send(url, TOKEN, "/admin/keys/acme/research/alice", {"action": "revoke"})
+            await asyncio.sleep(1.0)
+            assert await statuses() == {401}
 
 
 async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_them(tmp_path: Path):

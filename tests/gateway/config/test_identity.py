@@ -54,7 +54,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.dictionaries(st.sampled_from(["a", "b", "a.b"]), JSON, max_size=3))
 def test_any_claims_give_texts_that_begin_and_are_as_the_rule_says(claims: dict[str, Any]) -> None:
     every = rule(claim="a.b").find(claims)

@@ -159,7 +159,7 @@ async def test_a_token_cannot_choose_how_it_is_verified():
         await refused(made, served.token(key("rsa"), {"kid": "rsa"}))  # ES256 by the id of an RSA key
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         st.text(max_size=80),
