@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,9 @@ from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
 from build.recipe.recipe import QualityBudget
 from contract.errors import InvalidArgument, TridentError
+from contract.paired_scores import mean_interval
+
+RUN_TOKENS = 16  # neighbouring positions err together, so runs of them are resampled and not each by itself
 
 
 class BeyondBudget(TridentError):
@@ -38,7 +41,8 @@ class Quality:
     top1_agreement: share of positions where both have the same most likely token. kl: mean KL(reference || engine),
     kl_p99: its 99th percentile, both in nats per token. non_finite: positions where the engine's logits are not
     numbers; they count as disagreement, and with any of them perplexity and KL are infinite. conviction: mean
-    KL(reference || all ids alike), in nats per token: what the reference has to lose.
+    KL(reference || all ids alike), in nats per token: what the reference has to lose. intervals: of perplexity_ratio,
+    top1_agreement and kl, 95 %, by the bootstrap of the release gate; none of a few tokens, or of what is not finite.
     """
 
     tokens: int
@@ -50,6 +54,7 @@ class Quality:
     kl_p99: float
     non_finite: int
     conviction: float
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,19 @@ class Comparison:
             kl_p99=float(np.quantile(kl, 0.99, method="higher")),
             non_finite=int((~finite).sum()),
             conviction=float(conviction.mean()),
+            intervals=_intervals(engine - reference, same, kl),
         )
+
+
+def _intervals(log_ratio: np.ndarray, same: np.ndarray, kl: np.ndarray) -> dict[str, tuple[float, float]]:
+    """Return Quality.intervals of what was measured at each position: f64[n], bool[n], f64[n]."""
+    whole = len(kl) // RUN_TOKENS * RUN_TOKENS
+    if whole < 2 * RUN_TOKENS or not np.isfinite(log_ratio + kl).all():
+        return {}
+    found = {"perplexity_ratio": log_ratio, "top1_agreement": same, "kl": kl}
+    bounds = {name: mean_interval(of[:whole].reshape(-1, RUN_TOKENS).mean(1)) for name, of in found.items()}
+    low, high = bounds["perplexity_ratio"]
+    return bounds | {"perplexity_ratio": (math.exp(min(low, 700)), math.exp(min(high, 700)))}
 
 
 def _perplexity(nll: np.ndarray) -> float:
@@ -196,6 +213,20 @@ def _bounds(quality: Quality, budget: QualityBudget, spare: bool) -> list[tuple[
     ]
 
 
+def doubts(quality: Quality, budget: QualityBudget) -> list[str]:
+    """Return a sentence for each bound that is kept by the average over the text, and not by all of its interval."""
+    found = []
+    for name, (low, high) in quality.intervals.items():
+        value, bound, worst = getattr(quality, name), getattr(budget, name), high
+        if name == "top1_agreement":
+            value, bound, worst = -value, -bound, -low
+        if value < bound < worst:
+            needed = quality.tokens * (((worst - value) / (bound - value)) ** 2 - 1)
+            shown = f"{name} {abs(value):.4g} (95 %: {low:.4g} to {high:.4g}) keeps its budget {abs(bound):.4g}"
+            found.append(f"{shown} on this text; about {math.ceil(needed)} more tokens would make it certain")
+    return found
+
+
 def gate(
     engine: str,
     quality: Quality,
@@ -227,7 +258,9 @@ def gate(
 
 def record(quality: Quality, budget: QualityBudget, verdict: Verdict) -> dict:
     """For the manifest: plain JSON, infinities as null."""
-    scores = {key: value if math.isfinite(value) else None for key, value in asdict(quality).items()}
+    numbers = asdict(quality)
+    intervals = {key: list(bounds) for key, bounds in numbers.pop("intervals").items()}
+    scores = {key: value if math.isfinite(value) else None for key, value in numbers.items()} | {"intervals": intervals}
     judged = asdict(verdict) | {"problems": list(verdict.problems)}
     return {"quality": scores, "budget": asdict(budget), "verdict": judged}
 

@@ -203,6 +203,9 @@ def evaluate(
     # What noise says is chance too, so a reply that repeats itself tells nothing there.
     problem = reply.failure if noise else sanity.problem(reply, expected)
     verdict = comparison.gate(name, scores, budget, accept, problem, spare=spare and not noise)
+    for doubt in comparison.doubts(scores, budget):
+        notes.append(doubt)
+        notify(f"verify: {doubt}")
     notify(
         f"verify: perplexity {scores.perplexity:.5g} ({scores.perplexity_ratio:.4f} of the reference's), "
         f"top-1 agreement {scores.top1_agreement:.2%}, KL {scores.kl:.5f} nats on {scores.tokens} tokens of "

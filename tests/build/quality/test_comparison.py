@@ -331,3 +331,35 @@ def test_a_budget_of_nothing_says_why_it_is_nothing():
     assert "(at most 0: the reference itself takes all tokens for equally likely)" in said
     tiny = QualityBudget(2.0, 0.0, 1.25e-5)
     assert "(at most 1.25e-05)" in judge(dataclasses.replace(GOOD, kl=0.0012), tiny).problems[-1]
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.5])
+def test_every_average_has_an_interval_by_the_release_gates_bootstrap(noise):
+    rng = np.random.default_rng(5)
+    reference = rng.normal(size=(400, 20)).astype(np.float32)
+    engine = reference + rng.normal(scale=noise, size=reference.shape).astype(np.float32)
+    measured = Comparison()
+    measured.add(reference, engine, rng.integers(0, 20, 400))
+    quality = measured.quality()
+    assert quality.intervals.keys() == {"perplexity_ratio", "top1_agreement", "kl"}
+    for name, (low, high) in quality.intervals.items():
+        assert low - 0.01 <= getattr(quality, name) <= high + 0.01 and low < high
+    assert comparison.record(quality, BUDGET, judge(quality, BUDGET))["quality"]["intervals"]["kl"] == [
+        *quality.intervals["kl"]
+    ]
+
+
+def test_what_passes_on_this_text_only_is_said_and_still_passes():
+    sure = dataclasses.replace(GOOD, intervals={"kl": (0.009, 0.011), "top1_agreement": (0.965, 0.975)})
+    assert comparison.doubts(sure, BUDGET) == []
+    near = QualityBudget(1.05, 0.96, 0.012)
+    unsure = dataclasses.replace(GOOD, intervals={"kl": (0.006, 0.014), "top1_agreement": (0.95, 0.99)})
+    said = comparison.doubts(unsure, near)
+    assert said[0].startswith(
+        "kl 0.01 (95 %: 0.006 to 0.014) keeps its budget 0.012 on this text; about 3000 more tokens"
+    )
+    assert (
+        said[1].startswith("top1_agreement 0.97 (95 %: 0.95 to 0.99) keeps its budget 0.96")
+        and judge(unsure, near).passed
+    )
+    assert comparison.doubts(dataclasses.replace(unsure, kl=0.02), near) == said[1:], "what fails is no doubt"
