@@ -48,7 +48,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet setup-evals eval fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate rag test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
+.PHONY: help setup setup-build setup-fleet setup-evals eval test-evals fleet fleet-load test-evals test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate rag test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -150,7 +150,7 @@ test: test-fast ## every test but those of test-build; the files with a real tri
 	$(BIN)/python -m pytest -m "end_to_end or slow" -n 2 --dist loadfile
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
-FAST := -m "not end_to_end and not slow and not build_env and not simulation"
+FAST := -m "not end_to_end and not slow and not build_env and not simulation and not evals"
 test-fast: setup ## the tests that need no server, in three processes (some wait more than they work)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target fast-gateway fast-build fast-rest
 
@@ -165,7 +165,7 @@ fast-rest:
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"
-	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation and not evals" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
@@ -201,6 +201,9 @@ eval: $(if $(value URL),setup,build-engine) ## the tasks of evals/ on ENGINE, or
 	@$(MAKE) --no-print-directory setup-evals || echo "lm-eval cannot be installed; its tasks are skipped"
 	$(BIN)/python -m evals run $(if $(value URL),--url $(call quoted,URL)$(if $(value MODEL), --model $(call quoted,MODEL)),--engine $(SERVED)) \
 	  $(if $(TASKS),--tasks $(call quoted,TASKS)) $(if $(LIMIT),--limit $(call quoted,LIMIT)) $(if $(OUT),--out $(call quoted,OUT))
+
+test-evals: setup ## the gate on real engines: the demo passes against itself, and fails damaged (a minute; needs setup-evals)
+	$(BIN)/python -m pytest -q -m evals tests/evals
 
 COUNT    ?= 4
 PLANT    ?=
