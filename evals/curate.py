@@ -16,7 +16,7 @@ import yaml
 
 from contract import redaction
 from contract.errors import InvalidArgument
-from evals import chat_run, task
+from evals import chat_run, checks, task
 from evals.results import Case, Results, Target, TaskResult
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
@@ -139,14 +139,15 @@ def _side(side: str, tasks: Sequence[task.Task], samples: Mapping[str, Any], cre
         for case in one.cases:
             answer = samples[case["id"]] if side == "baseline" else samples[case["id"]]["pair"]
             pools.add(answer["pool"])
-            score = chat_run.SCORES[one.kind](case, answer["output"])
-            cases.append(Case(id=case["id"], score=score, output=answer["output"]))
+            output = answer["output"]
+            score, refused = chat_run.SCORES[one.kind](case, output), checks.refused(output, "stop")
+            cases.append(Case(id=case["id"], score=score, output=output, refused=refused))
         found[one.name] = TaskResult(kind=one.kind, about=one.about, sha256=one.sha256, cases=cases)
     return Results(created=created, target=Target(url="", model=", ".join(sorted(pools))), tasks=found)
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").rstrip("\n").split("\n"), 1):  # answers hold U+2028
         try:
             sample = json.loads(line)
             missing = [name for name in ("id", "time", "reasons", *_FILTERS.values()) if name not in sample]

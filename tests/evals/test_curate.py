@@ -22,13 +22,13 @@ def sample(number: int, reason: str = "fraction", **more) -> dict:
         "language": "en",
         "reasons": [reason],
         "text_input": f"question {number}",
-        "output": f"answer {number}",
+        "output": f"answer\u2028 {number}",
         **more,
     }
 
 
 def written(path: Path, samples: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in samples))
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
     return path
 
 
@@ -93,9 +93,9 @@ def test_pairs_become_results_for_the_judge_and_the_gate(tmp_path):
     assert [side.target.model for side in sides] == ["usual", "next"]
     [pairs] = results.pairs(*sides).values()
     assert {(one.output, two.output) for one, two in pairs} == {
-        ("answer 0", ""),
-        ("answer 1", "other 1"),
-        ("answer 2", "other 2"),
+        ("answer\u2028 0", ""),
+        ("answer\u2028 1", "other 1"),
+        ("answer\u2028 2", "other 2"),
     }
     assert sorted(two.score for _, two in pairs) == [0, 1, 1] and all(one.score == 1 for one, _ in pairs)
 
@@ -105,7 +105,7 @@ def test_pairs_become_results_for_the_judge_and_the_gate(tmp_path):
     [
         ("{", (), "samples.jsonl:1: must be a JSON object"),
         ('{"id": "a"}', (), "samples.jsonl:1: time: must be set"),
-        ("", (), "samples: must have some that can be used"),
+        (json.dumps(sample(0)), ("--model", "none"), "samples: must have some that can be used"),
         ("", ("--name", "../x"), "name: must be lower-case"),
     ],
 )
