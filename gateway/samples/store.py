@@ -25,6 +25,7 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
 from contract.errors import InvalidArgument, Unavailable
 from gateway.config.samples import SampleRules
+from gateway.config.settings import variable
 
 KEPT, HELD = "kept", "held"  # HELD: requests that only a later rating keeps
 _DELETED = "deleted"
@@ -49,8 +50,8 @@ def cipher(path: Path | None) -> MultiFernet | None:
         keys = [Fernet(line.strip()) for line in path.read_bytes().splitlines() if line.strip()]
         return MultiFernet(keys)
     except (OSError, ValueError):
-        problem = "must hold one key or more, a line each, as `python -m gateway samples new-key` prints them"
-        raise InvalidArgument(str(path), problem) from None
+        problem = "must be a file of keys, a line each, as `python -m gateway samples new-key` prints them"
+        raise InvalidArgument(variable("samples_keys"), f"{problem}, got {path}") from None
 
 
 class SampleStore:
@@ -68,7 +69,9 @@ class SampleStore:
             with self._locked():
                 pass
         except (OSError, Unavailable) as exc:
-            raise InvalidArgument(str(folder), f"must be a folder that can be written: {exc}") from exc
+            raise InvalidArgument(
+                variable("samples"), f"must be a folder that can be written, got {folder}: {exc}"
+            ) from exc
 
     def append(self, tenant: str, kind: str, samples: Sequence[dict[str, Any]], rules: SampleRules) -> int:
         """Write samples; return how many were not, because the tenant's were deleted after their request arrived."""

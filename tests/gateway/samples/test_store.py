@@ -69,8 +69,14 @@ def test_encrypted_samples_show_nothing_and_survive_a_rotation_of_keys(tmp_path,
 def test_a_file_without_keys_is_refused(tmp_path, content):
     path = tmp_path / "keys"
     path.write_text(content)
-    with pytest.raises(InvalidArgument, match="keys: must hold one key or more"):
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_SAMPLES_KEYS: must be a file of keys"):
         SampleStore(tmp_path / "samples", path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_SAMPLES: must be a folder that can be written"):
+        SampleStore(tmp_path / "file", None)
 
 
 def test_others_of_the_machine_cannot_read(store):
