@@ -96,7 +96,8 @@ class Tokens:
             raise error from None
         found = self._of(issuer, claims)
         until_s = min(float(claims["exp"]) + self._rules.leeway_s, self._clock() + self._rules.cache_s)
-        self._kept[place] = until_s, issuer, issuer.keys, found
+        if self._issuers.get(issuer.rules.issuer) is issuer:  # not removed while its keys were read
+            self._kept[place] = until_s, issuer, issuer.keys, found
         return found
 
     async def _verified(self, token: str) -> tuple[IssuerKeys, Mapping[str, Any]]:

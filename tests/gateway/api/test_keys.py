@@ -134,6 +134,17 @@ async def test_two_gateways_share_keys_in_redis(settings, redis_socket):
         await keys._documents.change("keys", lambda body: (b"", None))
 
 
+async def test_while_the_store_was_never_read_an_unknown_key_is_no_wrong_key(settings, tmp_path):
+    settings |= {"key_store": "redis", "redis": f"unix://{tmp_path}/none"}
+    environ = {"TRIDENT_GATEWAY_API_KEYS": "acme/research/bob=bob-bob-bob-bob-bob-bob"}
+    async with FakeReplica() as replica, gateway(replica, config=CONFIG, environ=environ, **settings) as running:
+        assert await serves(running, "bob-bob-bob-bob-bob-bob") and not await serves(running, "")
+        status, headers, _ = await running.post("/v1/completions", REQUEST, authorization="Bearer tri-other")
+        assert status == 503 and headers["retry-after"] == "1"
+        status, answer = await ask(running, TOKEN, name=NAME)
+        assert status == 503 and "cannot be read now" in answer["error"]["message"]
+
+
 async def test_reloads_and_releases_are_audited(settings, tmp_path):
     config = CONFIG + "[pools]\na = 1.0\nb = 0.0\n"
     async with gateway(config=config, **settings, replicas="a=127.0.0.1:1;b=127.0.0.1:2") as running:
