@@ -70,7 +70,10 @@ def reading(
             raise InvalidArgument(f"{path}: {field}", f"must be organisations, teams or keys of the file, got {name!r}")
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
-        raise InvalidArgument(f"{path}: {keys.quotas}", problem)
+        raise InvalidArgument(f"{path}: {next(iter(keys.quotas))}", problem)
+    free = [name for name, model in rules.models.items() if model.price is None and not model.router]
+    if any(quota.money for level in keys.quotas.values() for quota in level.quotas) and (free or not rules.models):
+        _LOG.warning("%s: money is limited, and %s have no price", path, ", ".join(free) or "all models")
     files = [*policy.secret_files(found), *map(Path, filter(None, [environ.get(tenants.API_KEYS_FILE)]))]
     return Reading(keys, rules, there, tuple(files))
 

@@ -79,8 +79,10 @@ class Level:
     scopes: tuple[Scope, ...] = ()
 
     @property
-    def has_quotas(self) -> bool:
-        return any(limits.quotas for limits in (self.limits, *(scope.limits for scope in self.scopes)))
+    def quotas(self) -> list[Quota]:
+        """Its quotas, and those of its scopes."""
+        each = (self.limits, *(scope.limits for scope in self.scopes))
+        return [quota for limits in each for quota in limits.quotas]
 
 
 def applying(levels: Sequence[Level], model: str, endpoint: str) -> tuple[Level, ...]:

@@ -120,9 +120,9 @@ class KeyTable:
         return self.file.member(org, team, key, default_team) if self.file is not None else None
 
     @property
-    def quotas(self) -> str:
-        """A place in the file with limits of days or months; "" if there is none."""
-        return next(iter(self.file.with_quotas), "") if self.file is not None else ""
+    def quotas(self) -> Mapping[str, Level]:
+        """The levels with limits of days or months, by their places in the file."""
+        return self.file.with_quotas if self.file is not None else {}
 
     def has_team(self, name: str) -> bool:
         """Return whether the file has a team, ORG/TEAM."""
@@ -294,7 +294,7 @@ class _File:
         if twice := next((scope for scope in names if names.count(scope) > 1), ""):
             raise self._wrong(f"{where}.limits", f"must have one table for{twice}, got two")
         level = Level(name, limits, tuple(made))
-        if level.has_quotas:
+        if level.quotas:
             self.with_quotas[where] = level
         return level
 

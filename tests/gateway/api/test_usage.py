@@ -117,6 +117,7 @@ async def test_each_sees_its_own(tmp_path: Path) -> None:
         table = list(csv.DictReader(io.StringIO(text)))
         assert [row["key"] for row in table] == ["acme/research/alice", "acme/sales/bob", "other/team/eve"]
         assert table[0]["cost"] == "0.014000" and table[0]["requests"] == "1"
+        assert "/v1/usage/requests" in (await running.get("/openapi.json"))[1]
 
 
 WRONG = [

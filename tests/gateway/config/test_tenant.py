@@ -27,4 +27,4 @@ def test_scopes_are_levels_of_their_own_for_the_requests_they_cover() -> None:
     levels = (Level("a"), Level("a/b", scopes=(Scope("large", "chat", limits),)))
     assert applying(levels, "large", "chat") == (*levels, Level("a/b model=large endpoint=chat", limits))
     assert applying(levels, "large", "batch") == levels
-    assert levels[1].has_quotas and not levels[0].has_quotas and limits.quotas[0].name == "soft_tokens_per_day"
+    assert levels[1].quotas and not levels[0].quotas and limits.quotas[0].name == "soft_tokens_per_day"

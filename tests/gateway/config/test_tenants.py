@@ -180,7 +180,7 @@ tokens_per_month = 9
     )
     (scope,) = org.scopes
     assert scope.model == "large" and scope.limits.quotas == (Quota("day", True, 3_000_000, False, "UTC", 0.5),)
-    assert team.limits.quotas == (Quota("month", False, 9, False, "Europe/Berlin", 0.5),) and not key.has_quotas
+    assert team.limits.quotas == (Quota("month", False, 9, False, "Europe/Berlin", 0.5),) and not key.quotas
 
 
 @pytest.mark.parametrize(
@@ -217,3 +217,18 @@ def test_a_wrong_budget_is_named(tmp_path: Path, text: str, message: str) -> Non
 def test_days_and_months_need_a_place_that_outlives_a_restart(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"orgs.acme: days and months need TRIDENT_GATEWAY_USAGE_DB, or \[bud"):
         _with_acme(tmp_path, "soft_tokens_per_day = 1", {})
+
+
+def test_money_for_models_without_a_price_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    models = '[models.a]\npools = [""]\nprice = {}\n'
+    for text, told in (
+        ("tokens_per_day = 1", None),
+        ("money_per_day = 1", "all models have no price"),
+        ('money_per_day = 1\n[models.b]\npools = [""]', "b have no price"),
+        (f"money_per_day = 1\n{models}", None),
+    ):
+        caplog.clear()
+        path = tmp_path / "priced.toml"
+        path.write_text(f'salt = "{SALT}"\n[orgs.acme]\n{text}\n[orgs.acme.teams.r.keys.a]\nhash = "{_hash(ALICE)}"\n')
+        configuration.read(path, {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, {"": "127.0.0.1:1"})
+        assert [told in record.getMessage() for record in caplog.records] == ([True] if told else []), caplog.records
