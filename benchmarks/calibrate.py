@@ -21,12 +21,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import beside, progress, report, scrape
+from benchmarks import beside, lengths, progress, report, scrape
+from benchmarks.arrivals import Poisson
+from benchmarks.driver import Extent, drive
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.record import Record
 from benchmarks.target import EnsembleTarget, Target
-from benchmarks.workload import PlannedRequest
+from benchmarks.workload import PlannedRequest, Workload
 from contract import manifest as manifests
 from contract import step_model
 from contract.errors import EngineFailed, InvalidArgument
@@ -40,7 +42,10 @@ MOST_CONTEXT = 4096  # tokens of all prompts of a trial: more would take longer 
 PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
+IN_SERVICE_S, PART = 12.0, 0.4  # of an open load, and of what the engine can do
+LEAST, MOST = 0.7, 1.6  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
+PROMPTS = "prefill_s", "prefill_token_s", "prefill_square_s"  # the terms of prompts
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,56 @@ def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
     return found
 
 
+def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
+    """Return the model with the steps of an open load, in which requests come one by one, some after a pause.
+
+    Its steps that decode, and its steps with prompts, take so many times what the designed ones do: two factors.
+    """
+    spans = [
+        (record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9, record)
+        for record in records
+        if record.ok and record.timings is not None
+    ]
+    each = statistics.mean(record.input_tokens + record.tokens / 2 for _, _, record in spans) if spans else 0.0
+    measured, modelled, alone_s = [0.0, 0.0], [0.0, 0.0], []  # seconds of decoding, of prompts
+
+    def decoding_at(at_s: float) -> int:
+        return sum(first_s <= at_s < record.ended_s for _, first_s, record in spans)
+
+    def reading(from_s: float, to_s: float) -> int:
+        return sum(begin_s < to_s and first_s > from_s for begin_s, first_s, _ in spans)
+
+    for begin_s, first_s, record in spans:
+        for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
+            streams = decoding_at(from_s)
+            if streams == decoding_at(to_s) and not reading(from_s, to_s):
+                measured[0] += (to_s - from_s) / streams
+                modelled[0] += tokens * model.seconds(streams, streams * each, 0) / streams
+        if reading(begin_s, first_s) == 1:
+            streams = decoding_at(begin_s)
+            plain_s = model.seconds(streams, streams * each, 0)
+            measured[1] += first_s - begin_s - plain_s
+            modelled[1] += model.seconds(streams, streams * each, record.input_tokens) - plain_s
+            if not streams:
+                alone_s.append((record.ttft_from_send_s or 0.0) - (first_s - begin_s))
+    factors = [
+        min(MOST, max(LEAST, one / other)) if other else 1.0 for one, other in zip(measured, modelled, strict=True)
+    ]
+    terms: dict[str, Any] = {name: value * factors[name in PROMPTS] for name, value in model.terms.items()}
+    terms["request_s"] = statistics.median(alone_s) if len(alone_s) >= PROBES else model.request_s
+    print(f"  in service, {len(spans)} requests: streams x {factors[0]:.2f}, prompts x {factors[1]:.2f}")
+    return dataclasses.replace(model, **terms)
+
+
+async def _open_load(model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource) -> list[Record]:
+    """Send requests as they come in service."""
+    busy = min(8, engine.max_batch_size)
+    each_s = ANSWER / model.decode_tokens_per_s(busy, 2 * ANSWER) + model.prompt_s(ANSWER, engine.max_num_tokens)
+    sizes = lengths.parse(f"lognormal:{ANSWER},0.5,{engine.max_seq_len // 2 - 1}", "input")
+    load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=1)
+    return (await drive(load, target, prompts, Extent(IN_SERVICE_S, 0.5))).records
+
+
 def error_percent(model: StepModel, point: Point) -> float:
     return 100 * abs(model.seconds(point.sequences, point.context_tokens, point.prefill_tokens) / point.seconds - 1)
 
@@ -300,6 +355,15 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     others: dict[str, Any] = beside.measured(server, Prompts.for_engine(folder))
     model = dataclasses.replace(fitted(outcomes, key), **others)
     print(described(model, outcomes))
+
+    async def served() -> list[Record]:
+        target = EnsembleTarget(server.url)
+        try:
+            return await _open_load(model, engine, target, Prompts.for_engine(folder))
+        finally:
+            await target.close()
+
+    model = in_service(model, asyncio.run(served()))
     path = model.save(out or folder)
     kept.unlink()
     print(f"  written: {path}")

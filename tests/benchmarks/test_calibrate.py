@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import calibrate
 from benchmarks.calibrate import Experiment, Outcome, Trial, compared
+from benchmarks.record import Record
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.generation import Timings
@@ -130,3 +131,24 @@ def test_what_a_step_takes_is_compared_by_trial():
     assert compared(trials) == {
         "a step, ms: 4 sequences, prompts of 32, 0 read beside them": {"better": "lower", "values": [10.0, 12.0]}
     }
+
+
+def test_steps_in_service_change_the_designed_ones_by_two_factors(capsys):
+    """Requests one after the other, whose streams take 1.2 times as long and whose prompts 1.1 times."""
+    records, at_s, known = [], 100.0, dataclasses.replace(SOME, request_s=0.001)
+    plain_s = known.seconds(0, 0, 0)
+    for index, prompt in enumerate((20, 200, 50, 100)):
+        begin_s = at_s + 0.01
+        first_s = begin_s + plain_s + 1.1 * (known.seconds(0, 0, prompt) - plain_s)
+        step_s = 1.2 * known.seconds(1, 92.5 + 15, 0)  # prompts and half of the answers, in the mean
+        record = Record(index, at_s, at_s, [(first_s + 0.002 + n * step_s, 1) for n in range(30)], input_tokens=prompt)
+        record.ended_s, record.finish_reason = record.messages[-1][0], "length"
+        record.timings = Timings(0, round(begin_s * 1e9), round(first_s * 1e9), round(record.ended_s * 1e9))
+        records.append(record)
+        at_s = record.ended_s + 0.5
+    found = calibrate.in_service(known, records)
+    assert "streams x 1.20, prompts x 1.10" in capsys.readouterr().out
+    assert found.sequence_s == pytest.approx(1.2 * known.sequence_s, rel=1e-3)
+    assert found.prefill_token_s == pytest.approx(1.1 * known.prefill_token_s, rel=1e-3)
+    assert found.request_s == pytest.approx(0.012, abs=1e-4)
+    assert calibrate.in_service(known, []) == known
