@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contract.errors import InvalidArgument, NotFound
+from contract.errors import InvalidArgument
 from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.config.settings import Settings, variable
 from gateway.prompts.chat_tokens import counted
 from gateway.prompts.registry import Registry, roll_back
-from gateway.prompts.template import PARTS, Template, over_budget
+from gateway.prompts.template import PARTS, over_budget
 
 Count = Callable[[Sequence[str]], int]
 
@@ -72,13 +72,11 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def diff(arguments: argparse.Namespace) -> None:
-    """Print the tokens of both versions by part. Raises: NotFound, InvalidArgument."""
+    """Print the tokens of both versions by part. Raises: InvalidArgument."""
     registry, (count, unit) = Registry(_folder(arguments)), _counter(arguments)
-    rows: list[dict[str, int]] = [
-        template.render(template.samples).tokens(count)
-        for template in (_template(registry, reference) for reference in (arguments.before, arguments.after))
-    ]
     names = [arguments.before, arguments.after]
+    templates = [registry.find(name, None, None, "")[1] for name in names]
+    rows: list[dict[str, int]] = [template.render(template.samples).tokens(count) for template in templates]
     width = max(16, *(len(name) + 2 for name in names))
     print(f"{'part':<10}{names[0]:>{width}}{names[1]:>{width}}{'change':>10}   {unit}")
     for part in (*PARTS, "total"):
@@ -101,14 +99,6 @@ def _folder(arguments: argparse.Namespace) -> Path:
         problem = f"must be the folder of the prompts, or {variable('prompts')} must be it, got {str(named)!r}"
         raise InvalidArgument("--prompts", problem)
     return Path(named)
-
-
-def _template(registry: Registry, reference: str) -> Template:
-    name, at, version = reference.partition("@")
-    prompt = registry.prompts.get(name)
-    if prompt is None or not at:
-        raise NotFound(f"{reference!r} must be NAME@VERSION of {', '.join(registry.prompts) or 'no prompt'}")
-    return prompt.versions[prompt.pick(version, "")]
 
 
 def _counter(arguments: argparse.Namespace) -> tuple[Count, str]:

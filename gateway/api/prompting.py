@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -124,10 +125,11 @@ async def bounded(
     stays, dropped = found
     if not dropped:
         return requests, context
-    done: str = rules.policy
+    done, began_s = str(rules.policy), time.monotonic()
+    max_s = min(rules.summary_timeout_s, (request.timeout_s or rules.summary_timeout_s) / 2)
     if summarises:
         try:
-            text, tokens = await asyncio.wait_for(_summary(service, rules, dropped, context), rules.summary_timeout_s)
+            text, tokens = await asyncio.wait_for(_summary(service, rules, dropped, context, max_s), max_s)
             shorter = long_chat.with_summary(stays, text)
             if not text.strip() or not await asyncio.to_thread(fits, shorter):
                 raise EngineFailed("the summary is empty or too long")
@@ -141,11 +143,13 @@ async def bounded(
     lost = await asyncio.to_thread(counted, model.tokenizer, texts)
     note = f"{done}; dropped_messages={len(dropped)}; dropped_tokens={lost}"
     kept = tuple(stays)  # one object: what has the same prompt is told by identity
-    return [replace(one, messages=kept) for one in requests], replace(context, notes={**context.notes, "context": note})
+    left_s = request.timeout_s and request.timeout_s - (time.monotonic() - began_s)
+    requests = [replace(one, messages=kept, timeout_s=left_s) for one in requests]
+    return requests, replace(context, notes={**context.notes, "context": note})
 
 
 async def _summary(
-    service: Service, rules: ContextRules, dropped: list[Message], context: RequestContext
+    service: Service, rules: ContextRules, dropped: list[Message], context: RequestContext, timeout_s: float
 ) -> tuple[str, int]:
     """Return a summary and its tokens, charged to the caller. Raises: TridentError."""
     assert rules.summary_model is not None, "checked by ContextRules"
@@ -160,7 +164,6 @@ async def _summary(
     def request_of(messages: Chat) -> GenerationRequest:
         chat = tuple(long_chat.summary_prompt(messages, rules.summary_tokens // 2))
         sampling = SamplingParams(temperature=0.0)
-        timeout_s = rules.summary_timeout_s
         return GenerationRequest(messages=chat, max_tokens=rules.summary_tokens, sampling=sampling, timeout_s=timeout_s)
 
     inner = await service.routed(rules.summary_model, [request_of(dropped)], inner)

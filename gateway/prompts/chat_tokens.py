@@ -14,6 +14,8 @@ from gateway.admission.prompt_tokens import MOST_COUNTED, load_tokenizer, size_b
 from gateway.config.policy import ModelRules
 from python_backends.tokenizer.chat_template import ChatTemplate
 
+_CUT_WORD = 64  # tokens
+
 
 class ChatTokens:
     """max_model_len: the engine's tokens of prompt and output; None if no manifest.json lies beside the tokenizer."""
@@ -35,7 +37,13 @@ class ChatTokens:
         """Return whether a chat's prompt has at most ``most`` tokens. Raises: as ChatTemplate.render."""
         text = self.template.render(orjson.dumps(list(messages)).decode(), tools, variables)
         size = len(text.encode())  # no token is shorter than a byte, and normalizers shorten text at most fourfold
-        return size <= most or (size <= 4 * self._longest_token_bytes * most and len(self.ids(text)) <= most)
+        if size <= most or size > 4 * self._longest_token_bytes * most:
+            return size <= most
+        # Of a long text the beginning alone mostly says it; where it is cut a word may have a few tokens more.
+        head = text[: 8 * most]
+        if len(head) < len(text) and len(self.ids(head)) > most + _CUT_WORD:
+            return False
+        return len(self.ids(text)) <= most
 
     @cached_property
     def _longest_token_bytes(self) -> int:

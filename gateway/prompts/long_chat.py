@@ -56,7 +56,10 @@ def shortened(
 
     if not fits(without(len(order))[0]):
         return None
-    least, most = 0, len(order)  # so many groups do
+    most, step = len(order), 1  # so many groups do
+    while most >= step and fits(without(most - step)[0]):  # from the short end: fits costs what the chat is long
+        most, step = most - step, 2 * step
+    least = max(0, most - step + 1)
     while least < most:
         middle = (least + most) // 2
         if fits(without(middle)[0]):

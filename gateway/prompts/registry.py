@@ -6,6 +6,7 @@ The folder is read again when it changes. A file that cannot be used changes not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,16 +25,17 @@ from tomlkit.exceptions import TOMLKitError
 from contract import toml_table
 from contract.errors import InvalidArgument, NotFound
 from gateway.config.tenant import Tenant
-from gateway.prompts.template import Names, Template, load
+from gateway.prompts.template import Names, Template
 
 POLL_S = 0.5
-RELEASE = "release.toml"
+RELEASE = "release"  # its file, beside those of the versions
 LATEST = "latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _VERSION = re.compile(rf"({_NUMBER})\.({_NUMBER})\.({_NUMBER})(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?")
 _SELECTOR = re.compile(rf"{LATEST}|{_NUMBER}(\.{_NUMBER})?|{_VERSION.pattern}")
 _LOG = logging.getLogger(__name__)
+_Read = TypeVar("_Read", bound=BaseModel)
 
 
 def precedence(text: str) -> tuple[int, int, int, bool, list[tuple[bool, int, str]]] | None:
@@ -66,8 +68,10 @@ class Prompt:
     versions: Mapping[str, Template]
     release: Release
 
-    def of(self, tenant: Tenant) -> Prompt:
-        """Return the prompt with the versions that a tenant may use."""
+    def of(self, tenant: Tenant | None) -> Prompt:
+        """Return the prompt with the versions that a tenant may use; all of them for None."""
+        if tenant is None:
+            return self
         names = {tenant.name, *(level.name for level in tenant.levels)}
         usable = {text: one for text, one in self.versions.items() if not one.tenants or names & {*one.tenants}}
         return self if len(usable) == len(self.versions) else replace(self, versions=usable)
@@ -130,13 +134,12 @@ class Registry:
         self._seen = self._signature()
         found: dict[str, Prompt] = {}
         problems: list[str] = []
-        for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
-            if not folder.is_dir() or folder.name.startswith("."):
-                continue
-            old = self.prompts.get(folder.name) or Prompt(folder.name, {}, Release())
-            prompt = _read(folder, old, problems)
-            if prompt.versions:
-                found[folder.name] = prompt
+        for folder in sorted({path.parent for path in self.folder.glob("*/*.toml")}):
+            if _NAME.fullmatch(folder.name):
+                prompt = _read(folder, self.prompts.get(folder.name) or Prompt(folder.name, {}, Release()), problems)
+                found |= {folder.name: prompt} if prompt.versions else {}
+            elif not folder.name.startswith("."):
+                problems.append(f"{folder}: must be named with letters, digits, '.', '_' and '-', at most 64")
         if not self.folder.is_dir():
             found, problems = dict(self.prompts), [f"{self.folder}: must be a folder that can be read"]
         for problem in problems:
@@ -144,7 +147,7 @@ class Registry:
                 _LOG.error("the prompt stays as it was: %s", problem)
         self.prompts, self.problems = found, problems
 
-    def find(self, name: str, selector: str | None, tenant: Tenant, caller: str) -> tuple[str, Template]:
+    def find(self, name: str, selector: str | None, tenant: Tenant | None, caller: str) -> tuple[str, Template]:
         """Return the version and its template. name: may have the selector, as NAME@1.2.0.
 
         Raises: InvalidArgument, also for one that the tenant may not use.
@@ -169,14 +172,10 @@ class Registry:
 
     def _signature(self) -> object:
         found = []
-        for folder, folders, names in os.walk(self.folder, followlinks=True):
-            folders[:] = [name for name in folders if not name.startswith(".")] if folder == str(self.folder) else []
-            for name in names:
-                try:
-                    status = os.stat(os.path.join(folder, name))
-                    found.append((folder, name, status.st_mtime_ns, status.st_size, status.st_ino))
-                except OSError:
-                    continue
+        for path in self.folder.glob("*/*.toml"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((path, status.st_mtime_ns, status.st_size, status.st_ino))
         return sorted(found)
 
 
@@ -198,8 +197,8 @@ def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
     if to not in order:
         raise InvalidArgument("--to", f"must be one of {', '.join(order)}, got {to!r:.100}")
     withdrawn = tuple(order[order.index(to) + 1 :])
-    path = folder / name / RELEASE
-    fresh = path.with_name(f".{RELEASE}.new")
+    path = folder / name / f"{RELEASE}.toml"
+    fresh = path.with_suffix(".new")
     try:
         document = tomlkit.parse(path.read_text("utf-8")) if path.exists() else tomlkit.document()
         document["withdrawn"] = list(withdrawn)
@@ -211,34 +210,27 @@ def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
 
 
 def _read(folder: Path, old: Prompt, problems: list[str]) -> Prompt:
-    """Return the prompt of a folder. problems: what is wrong is added."""
-    versions: dict[str, Template] = {}
-    if not _NAME.fullmatch(folder.name):
-        problems.append(f"{folder}: must be named with letters, digits, '.', '_' and '-', at most 64")
-        return old
-    for path in folder.glob("*.toml"):
-        if path.name == RELEASE or path.name.startswith("."):
-            continue
-        text = path.name.removesuffix(".toml")
+    """Return the prompt of a folder; of a file that cannot be used what ``old`` has. problems: is added to."""
+
+    def read(path: Path, kind: type[_Read], before: _Read | None) -> _Read | None:
         try:
-            if precedence(text) is None:
+            if kind is Template and not precedence(path.stem):
                 raise InvalidArgument(str(path), "must be named MAJOR.MINOR.PATCH.toml, such as 1.0.0.toml")
-            versions[text] = load(path)
-            if text in old.versions and old.versions[text] != versions[text]:
-                _LOG.warning("%s changed and kept its version: answers of the same version differ now", path)
+            found = toml_table.checked(kind, toml_table.read(path), str(path))
         except InvalidArgument as exc:
             problems.append(str(exc))
-            if text in old.versions:
-                versions[text] = old.versions[text]
-    versions = dict(sorted(versions.items(), key=lambda entry: precedence(entry[0]) or ()))
-    path, release = folder / RELEASE, Release()
-    if path.exists():
-        try:
-            release = toml_table.checked(Release, toml_table.read(path), str(path))
-            if unknown := release.weights.keys() - versions.keys():
-                problem = f"must name versions of {', '.join(versions) or 'none'}, got {min(unknown)!r:.100}"
-                raise InvalidArgument(f"{path}: weights", problem)
-        except InvalidArgument as exc:
-            problems.append(str(exc))
-            release = old.release
-    return Prompt(folder.name, versions, release)
+            return before
+        if isinstance(found, Template) and before is not None and found != before:
+            _LOG.warning("%s changed and kept its version: answers of the same version differ now", path)
+        return found
+
+    files = {path.stem: path for path in folder.glob("*.toml") if not path.name.startswith(".")}
+    release = read(files.pop(RELEASE), Release, old.release) if RELEASE in files else Release()
+    read_all = {text: read(path, Template, old.versions.get(text)) for text, path in files.items()}
+    versions = {text: read_all[text] for text in sorted(read_all, key=lambda text: precedence(text) or ())}
+    prompt = Prompt(folder.name, {text: one for text, one in versions.items() if one}, release or Release())
+    for text in prompt.release.weights.keys() - prompt.versions.keys():
+        named = ", ".join(prompt.versions) or "none"
+        problems.append(f"{folder / RELEASE}.toml: weights: must name versions of {named}, got {text!r:.100}")
+        return replace(prompt, release=old.release)
+    return prompt

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jinja2
 import jinja2.meta
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from contract import toml_table
 from contract.errors import InvalidArgument, PromptTooLong
 from gateway.prompts.json_text import compact, table
 from python_backends.tokenizer.chat_template import sandbox
@@ -255,11 +253,6 @@ def over_budget(budgets: Mapping[Part, Budget], tokens: Mapping[str, int]) -> st
                 raise PromptTooLong("prompt", problem)
             over.append(f"{part} {tokens[part]} of {budget.tokens} tokens")
     return ", ".join(over)
-
-
-def load(path: Path) -> Template:
-    """Read a version's file. Raises: InvalidArgument that names the file, the field and what is allowed."""
-    return toml_table.checked(Template, toml_table.read(path), str(path))
 
 
 @lru_cache(maxsize=4096)

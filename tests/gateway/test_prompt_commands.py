@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import InvalidArgument, NotFound
+from contract.errors import InvalidArgument
 from gateway import command_line
 
 TEXT = '[variables.x]\ndefault = "a"\n[[messages]]\nrole = "system"\ncontent = "{} {{{{ x }}}}"\n'
@@ -55,8 +55,11 @@ def test_a_check_tells_every_problem(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_is_not_there_is_named(folder: Path, tmp_path: Path):
-    for wrong in ("support", "other@1.0.0"):
-        with pytest.raises(NotFound, match="must be NAME@VERSION of support"):
+    for wrong, problem in (
+        ("support@9", "of which none is served"),
+        ("other@1.0.0", r"prompt\.id: must be one of support"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
             run("diff", wrong, "support@1.0.0")
     with pytest.raises(InvalidArgument, match="--prompts: must be the folder"):
         run("list", "--prompts", tmp_path / "nowhere")

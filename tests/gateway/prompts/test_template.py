@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract import toml_table
 from contract.errors import InvalidArgument, PromptTooLong
-from gateway.prompts.template import PARTS, Rendered, Template, load, over_budget
+from gateway.prompts.template import PARTS, Rendered, Template, over_budget
 
 FILE = """
 [variables.product]
@@ -66,7 +67,8 @@ def template(tmp_path: Path) -> Template:
 
 def written(folder: Path, text: str) -> Template:
     (folder / "1.0.0.toml").write_text(text)
-    return load(folder / "1.0.0.toml")
+    path = folder / "1.0.0.toml"
+    return toml_table.checked(Template, toml_table.read(path), str(path))
 
 
 def test_messages_stand_around_those_of_the_request(template: Template):
