@@ -16,6 +16,7 @@ from contract.errors import InvalidArgument
 from gateway import key_commands, prompt_commands, release_commands, sample_commands, usage_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
+from gateway.hooks import loading
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -68,6 +69,8 @@ def check_all(arguments: argparse.Namespace) -> None:
     """Read the settings and the configuration file. Raises: InvalidArgument for the first wrong field."""
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
+    for name, rules in reading.policy.hooks.items():
+        loading.load(name, rules)
     for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
         print(f"warning: {problem}", file=sys.stderr)
     print(f"{settings.config or 'the environment'}: valid; {len(reading.keys)} keys")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from pydantic import TypeAdapter, ValidationError
 
 from contract.errors import Cancelled, InvalidArgument, TridentError, Unauthenticated
 from contract.generation import GenerationRequest, Usage
@@ -30,6 +32,7 @@ CHANGEABLE = frozenset(
     ("text_input", "messages", "input_ids", "chat_template_kwargs", "max_tokens", "sampling", "stop", "stop_token_ids")
     + ("bad_words", "guide")
 )
+_REQUEST = TypeAdapter(GenerationRequest)
 CLOSE_S = 2.0  # that the ends of requests may take when the gateway stops
 
 
@@ -74,10 +77,10 @@ class Hooks:
                 return tenant
         return None
 
-    def call(self, context: RequestContext) -> AbstractContextManager[RequestHooks | None]:
+    def call(self, context: RequestContext) -> contextlib.AbstractContextManager[RequestHooks | None]:
         """Return the hooks of one request, None where there are none. On exit their ``end`` is called."""
         hooks = [hook for hook in self._hooks if hook.serves(context.tenant)] if self._hooks else ()
-        return RequestHooks(hooks, context, self._ends) if hooks else nullcontext()
+        return RequestHooks(hooks, context, self._ends) if hooks else contextlib.nullcontext()
 
     async def close(self) -> None:
         """Wait for the ends of requests."""
@@ -96,7 +99,7 @@ class RequestHooks:
             context.tenant.name,
             context.protocol,
             context.operation,
-            context.carrier,
+            MappingProxyType(dict(context.carrier)),
             context.session,
         )
         self._requests: Sequence[GenerationRequest] = ()
@@ -144,10 +147,8 @@ class RequestHooks:
             for hook in self._hooks:
                 if hook.has("request"):
                     check = partial(_checked, after, allowed)
-                    try:
-                        after = await hook.call("request", after, self.call, check=check)
-                    except HookFailed:
-                        pass
+                    with contextlib.suppress(HookFailed):  # a copy: a late call may still change what it was given
+                        after = await hook.call("request", copy.deepcopy(after), self.call, check=check)
             found += choices if after is before else [_as_changed(choice, before, after) for choice in choices]
         self._requests = found
         return found
@@ -167,10 +168,8 @@ class RequestHooks:
 
 
 async def _ended(hook: LoadedHook, outcome: Outcome, call: Call) -> None:
-    try:
+    with contextlib.suppress(HookFailed, TridentError):  # it is logged and counted; the response has been sent
         await hook.call("end", outcome, call)
-    except (HookFailed, TridentError):
-        pass  # it is logged and counted; the response has been sent
 
 
 def _key(value: Any) -> str | None:
@@ -185,17 +184,15 @@ def _checked(before: GenerationRequest, allowed: frozenset[str], value: Any) -> 
         return before
     if not isinstance(value, GenerationRequest):
         raise WrongValue(f"must return a GenerationRequest or None, got {type(value).__name__}")
-    kept = [name for name in value.__dataclass_fields__ if getattr(value, name) == getattr(before, name)]
-    if wrong := value.__dataclass_fields__.keys() - {*kept, *allowed}:
-        raise WrongValue(f"may not change {', '.join(wrong)}; allowed here are {', '.join(sorted(allowed))}")
     try:
-        after = value.validate()
-        if after.messages is not None:
-            after = dataclasses.replace(after, messages=tuple(after.messages))
-        if not all(isinstance(message["role"], str) for message in after.messages or ()):
-            raise TypeError
-    except (InvalidArgument, TypeError, LookupError) as exc:
+        after: GenerationRequest = _REQUEST.validate_python(vars(value)).validate()
+        if not all(isinstance(message.get("role"), str) for message in after.messages or ()):
+            raise InvalidArgument("messages", "must have roles")
+    except (ValidationError, InvalidArgument, TypeError) as exc:
         raise WrongValue(f"must return a request that can be served: {type(exc).__name__}") from exc
+    wrong = [name for name in vars(after) if name not in allowed and getattr(after, name) != getattr(before, name)]
+    if wrong:
+        raise WrongValue(f"may not change {', '.join(wrong)}; allowed here are {', '.join(sorted(allowed))}")
     return after
 
 

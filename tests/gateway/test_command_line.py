@@ -54,6 +54,9 @@ def test_check_reads_settings_and_file(tmp_path: Path, capsys: pytest.CaptureFix
     monkeypatch.setenv("TRIDENT_GATEWAY_HTP_PORT", "1")
     with pytest.raises(InvalidArgument, match="max_wait_s"):
         run("check")
+    path.write_text('[hooks.a]\nuse = "no.such:Hook"')
+    with pytest.raises(InvalidArgument, match="hooks.a.use"):
+        run("check")
     path.write_text("[admission]\nmax_wait_s = 1.0")
     run("check")
     output = capsys.readouterr()

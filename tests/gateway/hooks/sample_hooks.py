@@ -104,6 +104,11 @@ class Requests:
     def request(self, request, call):
         if self.kind == "stream":
             return replace(request, stream=not request.stream)
+        if self.kind == "number":
+            return replace(request, stop=7)
+        if self.kind == "in place":
+            request.messages[0]["content"] = "changed"
+            raise KeyError
         if self.kind == "empty":
             return replace(request, text_input="")
         return {"messages": replace(request, text_input=None, messages=("no dictionary",))}.get(self.kind, self.kind)

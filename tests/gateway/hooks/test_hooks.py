@@ -77,13 +77,15 @@ async def test_a_prompt_is_shown_once_for_all_its_choices_and_seeds_stay_apart()
     assert sample_hooks.ENDED[-1][0].finish_reasons == ()
 
 
-@pytest.mark.parametrize("kind", ["stream", "empty", "messages", "nonsense"])
+@pytest.mark.parametrize("kind", ["stream", "number", "in place", "empty", "messages", "nonsense"])
 async def test_a_request_that_cannot_be_served_is_a_failure(kind: str):
     rules = HookRules(use=f"{SAMPLES}:Requests", options={"kind": kind}, on_failure="open", timeout_ms=5000.0)
-    made, asked = hooks(odd=rules), [GenerationRequest(text_input="one")]
+    chat = ({"role": "user", "content": "one"},)
+    one = GenerationRequest(messages=chat) if kind == "in place" else GenerationRequest(text_input="one")
+    made, asked = hooks(odd=rules), [one]
     with made.call(RequestContext(Tenant(), "http", "chat", "r")) as found:
         assert found is not None
-        assert await found.changed(asked, "demo", "") == asked
+        assert await found.changed(asked, "demo", "") == asked and chat[0]["content"] == "one"
     assert made._metrics.calls.labels("odd", "request", "error")._value.get() == 1
 
 
