@@ -270,6 +270,7 @@ def main() -> int:
             return 0
         settings = Settings.from_environment(os.environ)
         configuration = Configuration(settings.config, os.environ, pools.of(settings))
+        configuration.stored_keys = bool(settings.key_store)
         link = _link(arguments.worker)
         serving = (
             partial(serve_with_workers, settings, configuration)

@@ -40,7 +40,7 @@ class Authentication:
         self.hook: Callable[[Mapping[str, str]], Awaitable[Tenant | None]] | None = None
         self.audit = Audit(settings.audit_log)
         self.stored = stored_keys(settings, configuration, shared_state)
-        configuration.stored_keys = self.stored is not None
+        configuration.stored_keys = bool(settings.key_store)
 
     async def start(self) -> None:
         if self.stored is not None:

@@ -9,7 +9,6 @@ import math
 import ssl
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -41,7 +40,7 @@ class IssuerKeys:
         self._read_s = -math.inf  # when the keys were read last
         self._refetched_s = -math.inf  # when they were last read for an unknown id
         self._problem = ""
-        self._seen: tuple[int, int, int] | None = None  # of the file
+        self._document: Any = None  # with the keys
         self._reading: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -50,14 +49,10 @@ class IssuerKeys:
         self._refreshing = asyncio.create_task(self._refresh())
 
     async def close(self) -> None:
-        await asyncio.gather(*self.stop(), return_exceptions=True)
-
-    def stop(self) -> list[asyncio.Task[None]]:
-        """Cancel what runs and return it."""
         tasks = [task for task in (self._refreshing, self._reading) if task is not None]
         for task in tasks:
             task.cancel()
-        return tasks
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def key(self, kid: str | None, algorithm: str) -> jwk.Key | None:
         """Return the key of an id, None if the issuer has none; ``kid`` None: its only key for the algorithm.
@@ -100,7 +95,13 @@ class IssuerKeys:
         """Read the keys once. What fails is logged once and changes nothing."""
         path = self.rules.jwks_file
         try:
-            found = await (self._fetched() if path is None else asyncio.to_thread(self._from_file, path))
+            if path is None:
+                document = await self._fetched()
+            else:
+                document = orjson.loads(await asyncio.to_thread(path.read_bytes))
+            if document != self._document:
+                self.keys = imported(document, str(path or self.rules.issuer))
+                self._document = document
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, InvalidArgument) as exc:
             problem = str(exc) or type(exc).__name__
             if problem != self._problem:
@@ -110,21 +111,9 @@ class IssuerKeys:
         if self._problem:
             _LOG.info("the keys of issuer %s were read again", self.name)
         self._problem, self._read_s = "", time.monotonic()
-        if found is not None and [one.as_dict() for one in found] != [one.as_dict() for one in self.keys]:
-            self.keys = found
 
-    def _from_file(self, path: Path) -> tuple[jwk.Key, ...] | None:
-        """Return the keys in a file; None if it is as it was."""
-        status = path.stat()
-        seen = status.st_mtime_ns, status.st_size, status.st_ino
-        if seen == self._seen:
-            return None
-        found = imported(orjson.loads(path.read_bytes()), str(path))
-        self._seen = seen
-        return found
-
-    async def _fetched(self) -> tuple[jwk.Key, ...]:
-        """Return the keys at the issuer's address. Raises: what ``_take`` catches."""
+    async def _fetched(self) -> Mapping[str, Any]:
+        """Return the set of keys at the issuer's address. Raises: what ``_take`` catches."""
         rules, url = self.rules, self.rules.jwks_url
         secure: ssl.SSLContext | bool = True
         if rules.ca_file is not None:  # read again each time, since authorities are replaced too
@@ -142,7 +131,7 @@ class IssuerKeys:
                 allowed = ("https://",) if rules.issuer.startswith("https") else ("https://", "http://")
                 if not isinstance(url, str) or not url.startswith(allowed):
                     raise InvalidArgument(f"{place}: jwks_uri", f"must be {'… or '.join(allowed)}…, got {url!r:.200}")
-            return imported(await _get(session, url), url)
+            return await _get(session, url)
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:

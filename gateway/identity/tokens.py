@@ -66,12 +66,10 @@ class Tokens:
             else:
                 self._issuers[issuer.issuer] = made = IssuerKeys(name, issuer, rules)
                 made.start()
-        for gone in old.values():
-            self._stopping.update(gone.stop())
+        self._stopping.update(asyncio.create_task(gone.close()) for gone in old.values())
 
     async def close(self) -> None:
-        await asyncio.gather(*(keys.close() for keys in self._issuers.values()))
-        await asyncio.gather(*self._stopping, return_exceptions=True)
+        await asyncio.gather(*(keys.close() for keys in self._issuers.values()), *self._stopping)
 
     def takes(self, bearer: str) -> bool:
         """Return whether a bearer token looks like one of an issuer, and there are issuers."""
