@@ -34,10 +34,12 @@ def add(commands: Any) -> None:
 
 def listed(arguments: argparse.Namespace) -> None:
     """Print a line for each tenant."""
-    for row in _store().summary():
+    there = _store()
+    for row in there.summary():
         since = time.strftime("%Y-%m-%d", time.gmtime(row["oldest"])) if row["oldest"] else "-"
         held = f"{row['held_bytes']} bytes wait for a rating"
         print(f"{row['tenant']}: {row['samples']} samples since {since}, {row['kept_bytes']} bytes; {held}")
+    _warn(there)
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -46,6 +48,7 @@ def export(arguments: argparse.Namespace) -> None:
     for tenant in [arguments.tenant] if arguments.tenant else there.tenants():
         for sample in there.samples(tenant):
             sys.stdout.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    _warn(there)
 
 
 def delete(arguments: argparse.Namespace) -> None:
@@ -56,6 +59,12 @@ def delete(arguments: argparse.Namespace) -> None:
 def new_key(arguments: argparse.Namespace) -> None:
     """Print a key."""
     print(store.new_key())
+
+
+def _warn(there: SampleStore) -> None:
+    if there.unreadable:
+        text = f"{there.unreadable} lines could not be read: cut by a kill, or of another key"
+        print(f"warning: {text} ({variable('samples_keys')})", file=sys.stderr)
 
 
 def _store() -> SampleStore:

@@ -58,20 +58,18 @@ class SampleStore:
     """The samples in one folder. Any number of processes may use it; all methods block and may raise Unavailable.
 
     keys: file of the keys; None: samples are not encrypted.
+    unreadable: lines found so far that a killed process cut, or that none of the keys decrypts.
     Raises: InvalidArgument for a folder or a file that cannot be used.
     """
 
     def __init__(self, folder: Path, keys: Path | None) -> None:
         self.folder, self._cipher = folder, cipher(keys)
-        self.encrypted = keys is not None
+        self.encrypted, self.unreadable = keys is not None, 0
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked():
                 pass
-        except (OSError, Unavailable) as exc:
-            raise InvalidArgument(
-                variable("samples"), f"must be a folder that can be written, got {folder}: {exc}"
-            ) from exc
+        except Unavailable as exc:
+            raise InvalidArgument(variable("samples"), f"must be a folder to write to, got {folder}: {exc}") from exc
 
     def append(self, tenant: str, kind: str, samples: Sequence[dict[str, Any]], rules: SampleRules) -> int:
         """Write samples; return how many were not, because the tenant's were deleted after their request arrived."""
@@ -192,13 +190,16 @@ class SampleStore:
             file.write(data)
 
     def _read(self, path: Path, prefix: bytes = b"") -> Iterator[dict[str, Any]]:
-        """Yield the lines of a file that begin with a digest. One that a killed process cut, or that no key decrypts,
-        is left out."""
+        """Yield the lines of a file that begin with a digest, and count those that cannot be read."""
         for line in path.read_bytes().split(b"\n"):
             if line.startswith(prefix) and len(line) > _DIGEST:
                 data = line[_DIGEST + 1 :]
-                with contextlib.suppress(ValueError, InvalidToken):
-                    yield orjson.loads(self._cipher.decrypt(data) if self._cipher is not None else data)
+                try:
+                    fields = orjson.loads(self._cipher.decrypt(data) if self._cipher is not None else data)
+                except (ValueError, InvalidToken):
+                    self.unreadable += 1
+                    continue
+                yield fields
 
     def _line(self, fields: dict[str, Any]) -> bytes:
         data = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace")
@@ -222,6 +223,7 @@ class SampleStore:
     def _locked(self) -> Iterator[None]:
         """Keep other processes and threads out. The system ends the lock of a process that is killed."""
         try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # an operator may have removed it
             with open(self.folder / ".lock", "ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 yield

@@ -35,6 +35,11 @@ def test_samples_are_listed_exported_and_deleted(tmp_path, monkeypatch, capsys):
     run("export", "--tenant", "acme/in")
     [line] = capsys.readouterr().out.splitlines()
     assert json.loads(line)["output"] == "grüße" and json.loads(line)["feedback"]["rating"] == "down"
+    (tmp_path / "keys").write_text(Fernet.generate_key().decode())
+    run("list")
+    shown = capsys.readouterr()
+    assert "acme/in: 0 samples" in shown.out and "warning: 3 lines could not be read" in shown.err
+    (tmp_path / "keys").write_text(key)
     run("export")
     assert len(capsys.readouterr().out.splitlines()) == 2
     run("delete", "--tenant", "acme/in")

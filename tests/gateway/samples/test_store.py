@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,8 +76,15 @@ def test_a_file_without_keys_is_refused(tmp_path, content):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_SAMPLES: must be a folder that can be written"):
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_SAMPLES: must be a folder to write to"):
         SampleStore(tmp_path / "file", None)
+
+
+def test_a_folder_that_was_removed_is_made_again(store):
+    store.append("a", KEPT, [sample("one")], RULES)
+    shutil.rmtree(store.folder)
+    assert list(store.samples("a")) == [] and store.append("a", KEPT, [sample("two")], RULES) == 0
+    assert [found["request_id"] for found in store.samples("a")] == ["two"]
 
 
 def test_others_of_the_machine_cannot_read(store):
