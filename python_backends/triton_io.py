@@ -48,6 +48,7 @@ class ResponseSender(Protocol):
 class Request(Protocol):
     """pb_utils.InferenceRequest."""
 
+    def inputs(self) -> list[Any]: ...
     def request_id(self) -> str: ...
     def requested_output_names(self) -> list[str]: ...
     def parameters(self) -> str: ...
@@ -60,11 +61,12 @@ class Inputs:
     """The input tensors of one request, by name, as Python values. An absent tensor gives the default."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        # Triton's own look-up by name walks all tensors of the request every time.
+        self._tensors = {tensor.name(): tensor for tensor in request.inputs()}
 
     def array(self, name: str) -> np.ndarray | None:
         """Return the tensor with its batch dimension, or None."""
-        tensor = pb_utils.get_input_tensor_by_name(self._request, name)
+        tensor = self._tensors.get(name)
         return None if tensor is None else tensor.as_numpy()
 
     def required(self, name: str) -> np.ndarray:

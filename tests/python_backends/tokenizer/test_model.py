@@ -310,6 +310,9 @@ def test_refusals_are_counted_by_kind(triton, model):
 
 def test_a_fault_of_ours_is_one_requests_well_formed_error(triton, model, monkeypatch):
     class Broken:
+        def inputs(self):
+            return []
+
         def parameters(self):
             raise RuntimeError("shared memory is gone")
 
