@@ -80,7 +80,7 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-async def test_a_gateway_takes_commands_and_tells_its_figures(tmp_path: Path, capsys):
+async def test_a_gateway_takes_commands_and_tells_its_figures(tmp_path: Path, capsys, monkeypatch):
     config = "[releases.r]\nstable = 'stable'\ncandidate = 'next'\nkind = 'shadow'\n"
     async with FakeReplica() as stable, FakeReplica() as candidate:
         where = f"stable={stable.url};next={candidate.url}"
@@ -106,7 +106,8 @@ async def test_a_gateway_takes_commands_and_tells_its_figures(tmp_path: Path, ca
             assert "r: shadow, rolled back (a test), weight 100 %" in await ran("status")
             with pytest.raises(InvalidArgument, match=r"refused with 400: releases.r: was rolled back \(a test\)"):
                 await ran("shift", "r", "--to", "5")
-            (tmp_path / "token").write_text("another token 16".replace(" ", "-"))
+            (tmp_path / "other").write_text("another-token-16")
+            monkeypatch.setenv("TRIDENT_GATEWAY_ADMIN_TOKEN_FILE", str(tmp_path / "other"))
             with pytest.raises(InvalidArgument, match="refused with 401"):
                 await ran("status")
 

@@ -19,7 +19,7 @@ from gateway.config.samples import SampleRules
 from gateway.samples.store import HELD, KEPT, MAX_CHANGES, SampleStore, new_key
 
 RULES = SampleRules(keep=["down"], bytes=64 * 1024, hold_bytes=64 * 1024, sample_characters=1024, days=1)
-NOW = time.time() + 60  # after whatever a test deletes
+NOW = time.time() + 900  # after whatever a test deletes
 
 
 def sample(request_id: str, text: str = "a secret", time_s: float = NOW, choice: int = 0) -> dict:
