@@ -41,8 +41,10 @@ class PersonalData:
             return replace(request, text_input=self._redact(request.text_input or ""))
         return replace(request, messages=tuple(self._inside(message) for message in request.messages))
 
-    def output(self, part: str, call: Call) -> WholeArguments | StreamedText:
-        return WholeArguments(self._in_json) if part == "arguments" else StreamedText(self._redact)
+    def output(self, part: str, call: Call) -> StreamedText:
+        if part == "arguments":  # whole ones, so that they stay JSON
+            return StreamedText(self._in_json, lambda text: 0)
+        return StreamedText(self._redact)
 
     def _in_json(self, text: str) -> str:
         try:
@@ -63,40 +65,24 @@ class PersonalData:
 
 
 class StreamedText:
-    """Redacts a text that arrives in parts: however it is divided, the result is that of the whole text.
+    """Redacts a text that arrives in parts: however it is divided, the result is that of the whole text."""
 
-    Kept back is what follows the last place that no pattern reaches across, whatever comes next.
-    """
-
-    def __init__(self, redacted: Callable[[str], str]) -> None:
-        self._redacted, self._kept = redacted, ""
+    def __init__(self, redacted: Callable[[str], str], cut: Callable[[str], int] | None = None) -> None:
+        """cut: returns the place before which a text is ready; by default the last one that no pattern crosses."""
+        self._redacted, self._cut, self._kept = redacted, cut or last_cut, ""
 
     def feed(self, text: str) -> str:
         self._kept += text
-        cut = _cut(self._kept)
+        cut = self._cut(self._kept)
         ready, self._kept = self._kept[:cut], self._kept[cut:]
         return self._redacted(ready)
 
     def finish(self) -> str:
-        return self._redacted(self._kept)
+        return self._redacted(self._kept) if self._kept else ""
 
 
-class WholeArguments:
-    """Redacts the arguments of a tool call once they are complete, so that they stay JSON."""
-
-    def __init__(self, redacted: Callable[[str], str]) -> None:
-        self._redacted, self._text = redacted, ""
-
-    def feed(self, text: str) -> str:
-        self._text += text
-        return ""
-
-    def finish(self) -> str:
-        return self._redacted(self._text) if self._text else ""
-
-
-def _cut(text: str) -> int:
-    """Return the last place where a text may be cut."""
+def last_cut(text: str) -> int:
+    """Return the last place of a text that no pattern reaches across, whatever follows."""
     keys = [(key.start(), key.end()) for key in PATTERNS["PRIVATE_KEY"].finditer(text)]  # over several lines
     for place in range(len(text), 0, -1):
         if any(start < place < end or place == end == len(text) for start, end in keys):

@@ -226,8 +226,6 @@ class KServeEndpoint(GrpcEndpoint):
             if hooks is not None:
                 (changed,) = await hooks.changed((generation_request,), request.model_name, "", _CHANGEABLE)
                 generation_request = _changed(request, generation_request, changed)
-                if hooks.filters:
-                    _check_shows_no_ids(request)
             error = await self._generated(request, generation_request, request_context, hooks, context, writer)
             if hooks is not None:
                 hooks.error = error
@@ -298,14 +296,14 @@ class KServeEndpoint(GrpcEndpoint):
             async for delta in generation:
                 data = generation.message
                 if delta.usage is not None and not self._service.reports_cached_tokens:
-                    data = without_cached_tokens(data)
+                    data = with_output(data, "num_cached_tokens", lambda raw: bytes(len(raw)))
                 deferred = generation.deferred_error
                 if deferred is not None:  # it came behind text in this message
                     data = with_error(data, for_caller(from_backend(deferred), request_context.request_id))
                     relayed = None if hidden else deferred
                 if hooks is not None and delta is not NO_OUTPUTS:
-                    text = (await hooks.output(ChoiceDelta(0, delta))).delta.text
-                    data = data if text == delta.text else with_text(data, text)
+                    text = _raw("BYTES", (await hooks.output(ChoiceDelta(0, delta))).delta.text.encode())
+                    data = with_output(data, "text_output", lambda raw, text=text: text)  # type: ignore[misc]
                 if hidden and delta is not NO_OUTPUTS:
                     data = without_outputs(data, hidden)
                 await writer.write(data)
@@ -428,13 +426,6 @@ def _changed(
     return after
 
 
-def _check_shows_no_ids(request: service_pb2.ModelInferRequest) -> None:
-    """Raises InvalidArgument if the request names an output that shows a text which hooks may change."""
-    for output in request.outputs:
-        if output.name in SHOW_TEXT:
-            raise InvalidArgument(output.name, "must be left out: hooks of this gateway may change the output")
-
-
 def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
     """Overwrite the request's ``max_tokens``."""
     _put(request, "max_tokens", "INT32", (max_tokens,))
@@ -531,32 +522,19 @@ def without_outputs(data: bytes, names: Collection[str]) -> bytes:
 
 def with_error(data: bytes, error: TridentError) -> bytes:
     """Return a serialised response with ``error`` in ``error_message`` or in the output of that name."""
-    message = service_pb2.ModelStreamInferResponse.FromString(data)
-    response, text = message.infer_response, to_text(error)
+    message, text = service_pb2.ModelStreamInferResponse.FromString(data), to_text(error)
     if message.error_message:
         message.error_message = text
-    for index, tensor in enumerate(response.outputs):
-        if tensor.name == "error_message":
-            response.raw_output_contents[index] = _raw("BYTES", text.encode())
-    return message.SerializeToString()
+    return with_output(message.SerializeToString(), "error_message", lambda raw: _raw("BYTES", text.encode()))
 
 
-def with_text(data: bytes, text: str) -> bytes:
-    """Return a serialised response with ``text`` in ``text_output``."""
+def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
+    """Return a serialised response with what ``change`` makes of an output's content, if it has that output."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
+    contents = message.infer_response.raw_output_contents
     for index, tensor in enumerate(message.infer_response.outputs):
-        if tensor.name == "text_output":
-            message.infer_response.raw_output_contents[index] = _raw("BYTES", text.encode())
-    return message.SerializeToString()
-
-
-def without_cached_tokens(data: bytes) -> bytes:
-    """Return a serialised response with 0 in ``num_cached_tokens``, if it has that output."""
-    message = service_pb2.ModelStreamInferResponse.FromString(data)
-    response = message.infer_response
-    for index, tensor in enumerate(response.outputs):
-        if tensor.name == "num_cached_tokens":
-            response.raw_output_contents[index] = bytes(len(response.raw_output_contents[index]))
+        if tensor.name == name:
+            contents[index] = change(contents[index])
     return message.SerializeToString()
 
 

@@ -52,6 +52,7 @@ class LoadedHook:
         self._found = loading.load(name, rules)
         self._runner = Runner(name, rules.threads, rules.timeout_ms / 1000, metrics.hangs.labels(name).inc)
         metrics.out.labels(name).set(0)
+        self._out = False
 
     def has(self, method: str) -> bool:
         return callable(getattr(self._found, method, None))
@@ -75,7 +76,8 @@ class LoadedHook:
                 value = check(await self._runner.call(getattr(of or self._found, method), *arguments))
                 result = "ok"
                 return value
-            result, problem = "out", f"{self._runner.hangs} of its calls did not return, and it is called no more"
+            result, known, self._out = "out", self._out, True
+            problem = "" if known else f"{self._runner.hangs} of its calls did not return; it is called no more"
             self._metrics.out.labels(self.name).set(1)
         except TridentError:
             result = "refused"
@@ -90,8 +92,9 @@ class LoadedHook:
         finally:
             self._metrics.seconds.labels(self.name, method).observe(time.perf_counter() - began_s)
             self._metrics.calls.labels(self.name, method, result).inc()
-        fields = {"hook": self.name, "method": method, "result": result, "rule": self.rules.on_failure}
-        _LOG.error("hook failed: %s", problem, extra={"fields": fields})
+        if problem:
+            fields = {"hook": self.name, "method": method, "result": result, "rule": self.rules.on_failure}
+            _LOG.error("hook failed: %s", problem, extra={"fields": fields})
         if self.rules.on_failure == "closed":
             raise Unavailable(f"the hook {self.name} of this gateway failed, without which no request is served")
         raise HookFailed
