@@ -14,12 +14,12 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from contract import failpoint
 from contract.errors import Unavailable
-from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands, is_idle
+from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands
 from gateway.config.tenant import Level
 from gateway.usage.store import UsageStore
 from gateway.usage.writer import Writer
@@ -67,15 +67,13 @@ class MemoryStore:
         self._clock, self._wall = clock, wall
         self._lease_s = lease_s
         self._buckets: dict[str, Bucket] = {}
-        self._rates: dict[str, float] = {}
-        self._ends_s: dict[str, float] = {}  # of the day or month of a bucket, on the wall clock
         self._reserved = 0
         self._writer: Writer[str] | None = None
         self._saved: dict[str, tuple[float, str]] = {}
         if database is not None:
             self._lock = database.lock()
             self._saved = database.budgets()
-            self._writer = Writer(lambda names: [self._row(name) for name in set(names)], database.put_budgets)
+            self._writer = Writer(self._rows, database.put_budgets)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -127,9 +125,8 @@ class MemoryStore:
     def _made(self, demand: Demand, now_s: float, at_s: float) -> Bucket:
         """Return the bucket of a demand, new or as it was written."""
         made = self._buckets[demand.bucket] = Bucket(demand.capacity, demand.capacity, now_s)
-        self._rates[demand.bucket] = demand.rate_per_s
         if demand.left_s:
-            self._ends_s[demand.bucket] = at_s + demand.left_s
+            made.ends_s = now_s + demand.left_s
             spent, leases = self._saved.pop(demand.bucket, (0, "{}"))
             for reservation_id, (amount, until_s) in json.loads(leases).items():
                 made.leases[reservation_id] = (amount, until_s - at_s + now_s)
@@ -141,25 +138,21 @@ class MemoryStore:
         if self._writer is not None and demand.left_s:
             self._writer.add(demand.bucket)
 
-    def _row(self, name: str) -> tuple[str, float, float, str]:
-        """Return what is written of a day or month; its clock is the wall's."""
-        bucket, later_s = self._buckets[name], self._wall() - self._clock()
-        leases = {one: (amount, until_s + later_s) for one, (amount, until_s) in bucket.leases.items()}
-        return name, self._ends_s[name], bucket.capacity - bucket.balance - bucket.held, json.dumps(leases)
+    def _rows(self, names: Iterable[str]) -> list[tuple[str, float, float, str]]:
+        """Return what is written of days and months that were not forgotten since; its clock is the wall's."""
+        rows, later_s = [], self._wall() - self._clock()
+        for name in self._buckets.keys() & set(names):
+            bucket = self._buckets[name]
+            leases = {one: (amount, until_s + later_s) for one, (amount, until_s) in bucket.leases.items()}
+            spent = bucket.capacity - bucket.balance - bucket.held
+            rows.append((name, bucket.ends_s + later_s, spent, json.dumps(leases)))
+        return rows
 
     def _forget_idle(self, now_s: float) -> None:
         self._reserved += 1
         if self._reserved % _PURGE_EVERY == 0:
-            idle = [name for name in self._buckets if self._is_idle(name, now_s)]
-            for name in idle:
-                del self._buckets[name], self._rates[name]
-                self._ends_s.pop(name, None)
-
-    def _is_idle(self, name: str, now_s: float) -> bool:
-        bucket, ends_s = self._buckets[name], self._ends_s.get(name)
-        if ends_s is None:
-            return is_idle(bucket, self._rates[name], now_s)
-        return self._wall() > ends_s + 2 * self._lease_s  # nothing is settled there any more, and all is written
+            for name in [name for name, bucket in self._buckets.items() if bucket.is_idle(now_s)]:
+                del self._buckets[name]
 
 
 # The bucket of budgets.py in Lua. KEYS: for each bucket a hash (balance, held, at) and a sorted set of its leases

@@ -151,7 +151,7 @@ class Reservation:
 @dataclass
 class Bucket:
     """One bucket in memory. ``leases``: reserved amounts by reservation, with the time each is given up, which
-    rises from one to the next. ``held`` is their sum.
+    rises from one to the next. ``held`` is their sum. ``ends_s``: of its day or month; 0 for none.
 
     A reservation whose gateway died is never settled. After its lease it counts as used whole: the safe side.
     """
@@ -161,24 +161,26 @@ class Bucket:
     at_s: float
     held: float = 0.0
     leases: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rate_per_s: float = 0.0
+    ends_s: float = 0.0
 
     def refill(self, demand: Demand, now_s: float) -> None:
         """Refill the bucket up to ``now_s``, lease by lease; a clock that went back changes nothing."""
         if demand.left_s:  # what was spent of it stays spent where the limit changes
             self.balance += demand.capacity - self.capacity
-        self.capacity = demand.capacity
+        self.capacity, self.rate_per_s = demand.capacity, demand.rate_per_s
         while self.leases:
             oldest = next(iter(self.leases))
             amount, until_s = self.leases[oldest]
             if until_s > now_s:
                 break
-            self._add_refill(demand, until_s)
+            self._add_refill(until_s)
             del self.leases[oldest]
             self.held -= amount
-        self._add_refill(demand, now_s)
+        self._add_refill(now_s)
 
-    def _add_refill(self, demand: Demand, now_s: float) -> None:
-        refilled = demand.rate_per_s * max(0.0, now_s - self.at_s)
+    def _add_refill(self, now_s: float) -> None:
+        refilled = self.rate_per_s * max(0.0, now_s - self.at_s)
         self.balance = min(self.capacity - self.held, self.balance + refilled)
         self.at_s = max(self.at_s, now_s)
 
@@ -195,7 +197,8 @@ class Bucket:
             self.held -= amount
             self.balance = min(self.capacity - self.held, self.balance + amount - used)
 
-
-def is_idle(bucket: Bucket, rate_per_s: float, now_s: float) -> bool:
-    """Return whether the bucket is full and holds nothing, so that a new one can replace it."""
-    return not bucket.leases and bucket.balance + rate_per_s * (now_s - bucket.at_s) >= bucket.capacity
+    def is_idle(self, now_s: float) -> bool:
+        """Return whether a new one can replace it: it is full and holds nothing, or its day or month is over."""
+        full = self.balance + self.rate_per_s * (now_s - self.at_s) >= self.capacity
+        over = 0 < self.ends_s < now_s and all(until_s < now_s for _, until_s in self.leases.values())
+        return over or (not self.leases and full and not self.ends_s)

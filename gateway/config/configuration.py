@@ -71,6 +71,11 @@ def reading(
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
         raise InvalidArgument(f"{path}: {next(iter(keys.quotas))}", problem)
+    for place, level in keys.quotas.items():
+        for scope in level.scopes:
+            if rules.models and scope.model and scope.model.partition(":")[0] not in (*rules.models, *there.sources):
+                allowed = f"must be one of the models {', '.join(rules.models)}, got {scope.model!r}"
+                raise InvalidArgument(f"{path}: {place}.limits.model", allowed)
     free = [name for name, model in rules.models.items() if model.price is None and not model.router]
     if any(quota.money for level in keys.quotas.values() for quota in level.quotas) and (free or not rules.models):
         _LOG.warning("%s: money is limited, and %s have no price", path, ", ".join(free) or "all models")

@@ -291,3 +291,15 @@ def test_the_ledger_is_what_was_charged_and_what_answers_said(work: list, price:
         assert money.balance >= 0
 
     asyncio.run(run())
+
+
+async def test_memory_forgets_days_that_are_over_and_nothing_is_reserved_of(clock: SteppedClock) -> None:
+    store = MemoryStore(clock, 100.0, wall=clock)
+    levels = (day(10),)
+    for _ in range(1023):
+        store.settle(await store.reserve(levels, 1), 0)
+    assert len(store) == 1
+    clock.advance(86_400)
+    for _ in range(1024):
+        store.settle(await store.reserve(levels, 1), 0)
+    assert list(store._buckets) == [(await store.reserve(levels, 0)).standings[0].demand.bucket]

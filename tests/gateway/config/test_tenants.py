@@ -158,7 +158,8 @@ def _with_acme(tmp_path: Path, text: str, environ: dict[str, str] | None = None)
     path = tmp_path / "quotas.toml"
     key = f'[orgs.acme.teams.research.keys.alice]\nhash = "{_hash(ALICE)}"\n'
     path.write_text(f'salt = "{SALT}"\n[budgets]\ntime_zone = "Asia/Tokyo"\n[orgs.acme]\n{text}\n{key}')
-    return configuration.read(path, environ if environ is not None else {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, {}).keys
+    environ = environ if environ is not None else {"TRIDENT_GATEWAY_USAGE_DB": "/db"}
+    return configuration.read(path, environ, {"": "127.0.0.1:1"}).keys
 
 
 def test_days_and_months_have_the_zone_of_their_level_or_of_the_one_above(tmp_path: Path) -> None:
@@ -232,3 +233,11 @@ def test_money_for_models_without_a_price_is_warned_of(tmp_path: Path, caplog: p
         path.write_text(f'salt = "{SALT}"\n[orgs.acme]\n{text}\n[orgs.acme.teams.r.keys.a]\nhash = "{_hash(ALICE)}"\n')
         configuration.read(path, {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, {"": "127.0.0.1:1"})
         assert [told in record.getMessage() for record in caplog.records] == ([True] if told else []), caplog.records
+
+
+def test_a_limit_of_a_model_that_there_is_not_is_named(tmp_path: Path) -> None:
+    text = '[[orgs.acme.limits]]\nmodel = "{}"\ntokens_per_day = 1\n[models.a]\npools = [""]\naliases = ["b"]'
+    for model in ("a", "a:sql"):
+        assert _with_acme(tmp_path, text.format(model)).quotas["orgs.acme"].scopes[0].model == model
+    with pytest.raises(InvalidArgument, match=r"orgs.acme.limits.model: must be one of the models a, got 'b'"):
+        _with_acme(tmp_path, text.format("b"))
