@@ -125,6 +125,6 @@ class Orchestrator:
         checked = {model: check(text, texts) for model, text in drafts.items() if text.strip()}
         best = max(checked, key=lambda model: (bool(checked[model].cited), checked[model].grounded), default="")
         result = checked.get(best)
-        if result is None or not result.cited or result.grounded < GROUNDED:
+        if not result or not result.cited or result.grounded < GROUNDED or (facts and 1 not in result.cited):
             best, result = "", check(extract(question, texts), texts)
         return Answer(question, result, best, sources, [*branches.values()], trace_id, time.monotonic() - began_s)
