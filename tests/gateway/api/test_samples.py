@@ -76,8 +76,3 @@ async def test_operators_see_sizes_and_delete_and_callers_do_not(tmp_path):
         assert status == 200 and answer["deleted_bytes"] > 0
         left = everything(tmp_path / "samples")
         assert b"text of acme/in" not in left and left.count(b"text of acme/also") == 2
-
-
-async def test_there_are_no_endpoints_without_a_folder(tmp_path):
-    async with gateway() as running:
-        assert (await running.post("/v1/feedback", {"request_id": "a", "rating": "up"}))[0] == 404

@@ -65,6 +65,7 @@ async def test_only_tenants_that_opted_in_are_kept_redacted_and_only_where_the_c
             assert SampleStore(tmp_path / "samples", None).tenants() == ["acme/in"]
 
 
+@pytest.mark.slow
 async def test_each_rule_keeps_what_it_names_and_nothing_else(tmp_path):
     rules = 'keep = ["failure", "refused", "length", "refusal", "empty", "schema", "loop"]\nduration_s = 0.2'
     scripts = {
@@ -186,6 +187,7 @@ async def test_a_rating_is_taken_from_the_tenant_that_asked_once_and_keeps_a_hel
         assert (await running.post("/v1/feedback", {"request_id": "mine", "rating": "up"}))[0] == 401
 
 
+@pytest.mark.slow
 async def test_a_shadow_copy_of_a_tenant_that_opted_in_is_kept_as_a_pair(tmp_path):
     async with FakeReplica() as usual, FakeReplica(lambda seen: Script((" other",))) as shadow:
         text = config('keep = ["pair"]') + '[shadow]\npool = "next"\nfraction = 1.0\n'
@@ -201,6 +203,7 @@ async def test_a_shadow_copy_of_a_tenant_that_opted_in_is_kept_as_a_pair(tmp_pat
             assert sample["pool"] == "usual" and sample["reasons"] == ["pair"]
 
 
+@pytest.mark.slow
 async def test_checks_need_no_folder_and_count_by_model_and_pool():
     text = "[samples.checks]\nmin_answers = 10\nwindow_s = 1\n"
     async with (
@@ -267,6 +270,8 @@ async def test_nothing_runs_and_nothing_is_recorded_where_nothing_is_configured(
         assert samples._thread is None and samples.store is None
         await running.post("/v1/completions", REQUEST)
         assert not samples._queued
+        assert (await running.post("/v1/feedback", {"request_id": "a", "rating": "up"}))[0] == 404
+        assert "trident_gateway_quality" not in await running.metrics_page()
 
 
 @pytest.mark.slow
