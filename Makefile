@@ -89,7 +89,7 @@ $(EVALS_VENV)/.installed: requirements/evals.txt
 	$(PYTHON) server/python_version.py
 	$(PYTHON) -m venv $(EVALS_VENV)
 	@echo "installing lm-eval into $(EVALS_VENV) (half a minute, 600 MB)"
-	$(EVALS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/evals.txt
+	$(EVALS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/evals.txt || { rm -rf $(EVALS_VENV); exit 1; }
 	@touch $@
 
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))

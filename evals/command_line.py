@@ -9,8 +9,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -57,24 +59,20 @@ def main(arguments: Sequence[str]) -> int:
             add("--timeout", type=float, default=60.0, metavar="S", help="of one request (default %(default)s)")
             add("--tries", type=_count, default=3, metavar="N", help="of one request (default %(default)s)")
             add("--concurrency", type=_count, default=4, metavar="N", help="requests at once (default %(default)s)")
-    made["run"].add_argument("--limit", type=_count, metavar="N", help="only the first N cases of each task")
-    made["run"].add_argument("--price", type=_price, metavar="IN,OUT", help="of 1,000 tokens, for the cost of a case")
-    made["run"].add_argument("--out", type=Path, metavar="FILE", help="for the results, the table beside it as .md")
-    made["judge"].add_argument(
-        "--rubric", type=Path, default=judge.FOLDER / "rubric.md", help="what makes an answer better"
-    )
-    made["judge"].add_argument(
-        "--labels", type=Path, default=judge.FOLDER / "labels.jsonl", help="pairs that people judged"
-    )
-    made["judge"].add_argument(
-        "--kappa", type=float, default=0.6, help="least agreement to count (default %(default)s)"
-    )
-    made["judge"].add_argument("--out", type=Path, required=True, metavar="FILE", help="for `gate --judged`")
-    made["gate"].add_argument("--rules", type=Path, metavar="FILE", help="TOML (docs/evals.md); else the defaults")
-    made["gate"].add_argument("--judged", type=Path, metavar="FILE", help="of `judge`")
-    made["gate"].add_argument(
-        "--out", type=Path, metavar="FILE", help="for a release that asks for it (docs/releases.md)"
-    )
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    give = made["run"].add_argument
+    give("--limit", type=_count, metavar="N", help="only the first N cases of each task")
+    give("--price", type=_price, metavar="IN,OUT", help="of 1,000 tokens, for the cost of a case")
+    give("--out", **file, help="for the results, the table beside it as .md")
+    give = made["judge"].add_argument
+    give("--rubric", type=Path, default=judge.FOLDER / "rubric.md", help="what makes an answer better")
+    give("--labels", type=Path, default=judge.FOLDER / "labels.jsonl", help="pairs that people judged")
+    give("--kappa", type=float, default=0.6, help="least agreement to count (default %(default)s)")
+    give("--out", **file, required=True, help="for `gate --judged`")
+    give = made["gate"].add_argument
+    give("--rules", **file, help="TOML (docs/evals.md); else the defaults")
+    give("--judged", **file, help="of `judge`")
+    give("--out", **file, help="for a release that asks for it (docs/releases.md)")
     curate.add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -100,9 +98,8 @@ def run(options: argparse.Namespace) -> int:
     table = results.table(made)
     print(table)
     out = options.out or RESULTS / f"{name or endpoint.model.replace('/', '-')}.json"
-    _write(
-        out, json.dumps(made.model_dump(mode="json", exclude_defaults=True) | {"format": made.format}, indent=1) + "\n"
-    )
+    content = made.model_dump(mode="json", exclude_defaults=True) | {"format": made.format}
+    _write(out, json.dumps(content, indent=1) + "\n")
     _write(out.with_suffix(".md"), table + "\n")
     return int(any(case.error for result in found.values() for case in result.cases))
 
@@ -172,34 +169,14 @@ def decide(options: argparse.Namespace) -> int:
         if judged is None:
             print(f"evals: the judge {heard.model} is left out: kappa {heard.kappa} with the labels", file=sys.stderr)
     found = gate.gate(baseline, candidate, rules, judged)
-    rows = [
-        (
-            name,
-            row["verdict"],
-            row["cases"],
-            f"{row['mean']:+.4f}",
-            f"{row['low']:+.4f} to {row['high']:+.4f}",
-            f"-{row['margin']:.3g}",
-            f"{row['loss_p']:.3g}",
-            "" if row["kept"] else row["needed"] or "",
-        )
-        for name, row in found.metrics.items()
-    ]
-    print(
-        results.markdown(
-            rows, ("metric", "verdict", "cases", "difference", "bounds", "allowed", "p of a larger loss", "more cases")
-        )
-    )
-    print("\n".join([f"\n{found.verdict}", *found.reasons]))
+    columns = ("verdict", "cases", "mean", "low", "high", "margin", "loss_p", "needed")
+    rows = [[name, *(results.shown(row[column]) for column in columns)] for name, row in found.metrics.items()]
+    print("\n".join([results.markdown(rows, ("metric", *columns)), f"\n{found.verdict}", *found.reasons]))
     if options.out:
-        sides = {
-            side: {"sha256": of.sha256, **of.target.model_dump()}
-            for side, of in (("baseline", baseline), ("candidate", candidate))
-        }
-        said = {"verdict": found.verdict, "reasons": found.reasons, "needed": found.needed, "created": _now()}
-        _write(
-            options.out, gate_result.sealed({**said, **sides, "rules": rules.model_dump(), "metrics": found.metrics})
-        )
+        sides = {"baseline": baseline, "candidate": candidate}
+        told: dict[str, Any] = {side: {"sha256": of.sha256, **of.target.model_dump()} for side, of in sides.items()}
+        told |= {"created": _now(), "rules": rules.model_dump(), **asdict(found)}
+        _write(options.out, gate_result.sealed(told))
     return STATUS[found.verdict]
 
 

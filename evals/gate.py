@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,13 +16,16 @@ from contract.paired_scores import Paired, compare, holm
 from evals import results
 from evals.results import Case, Results
 
+NOT_SHOWN = "no loss shown"  # of a metric that can only fail
 _Loss = Annotated[float, Field(ge=0, lt=1)]
 _Ratio = Annotated[float, Field(gt=1, le=100)]
-_RATIO_REACH = math.log(2)  # a case that takes twice as much, and one that takes half, join those of a ratio
+# By metric of ratios: the field of a case, and its least value. Its reach: a case that takes twice as much, or half.
+_RATIOS = {"length": ("tokens", 1.0), "latency": ("latency_s", 1e-3), "cost": ("cost", 1e-12)}
+_RATIO_REACH = math.log(2)
 
 
 class Rules(BaseModel):
-    """What the candidate may lose; None: not judged.
+    """What the candidate may lose.
 
     alpha: probability of a wrong fail, and of a wrong pass. power: with which the cases needed decide.
     quality: of the mean score over all cases. task: of one task's, which fails the candidate where more is shown.
@@ -34,15 +36,15 @@ class Rules(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
     power: Annotated[float, Field(ge=0.5, lt=1)] = 0.8
-    quality: _Loss | None = 0.05
-    task: _Loss | None = 0.15
+    quality: _Loss = 0.05
+    task: _Loss = 0.15
     tasks: Mapping[str, _Loss] = {}
-    refusals: _Loss | None = 0.05
-    failures: _Loss | None = 0.05
-    judge: _Loss | None = 0.1
-    length: _Ratio | None = 1.5
-    latency: _Ratio | None = 2.0
-    cost: _Ratio | None = 1.5
+    refusals: _Loss = 0.05
+    failures: _Loss = 0.05
+    judge: _Loss = 0.1
+    length: _Ratio = 1.5
+    latency: _Ratio = 2.0
+    cost: _Ratio = 1.5
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def gate(baseline: Results, candidate: Results, rules: Rules, judged: Sequence[f
         if not pairs.get(name):
             raise InvalidArgument(f"tasks.{name}", f"must be among {', '.join(pairs)}, with cases on both sides")
     metrics = list(_metrics(pairs, rules))
-    if judged is not None and rules.judge is not None:
+    if judged is not None:
         metrics.append(Metric("judge", np.array(judged, np.float64), rules.judge))
     return decide(metrics, rules.alpha, rules.power)
 
@@ -93,51 +95,41 @@ def decide(metrics: Sequence[Metric], alpha: float, power: float) -> Verdict:
     """
     found = {one.name: compare(one.differences, one.margin, one.reach, alpha=alpha, power=power) for one in metrics}
     lost = holm({one.name: _probability(one, found[one.name]) for one in metrics}, alpha)
-    states = {one.name: FAIL if one.name in lost else PASS if found[one.name].kept else UNDECIDED for one in metrics}
-    open_ones = [one.name for one in metrics if one.required and states[one.name] == UNDECIDED]
-    verdict = FAIL if lost else UNDECIDED if open_ones or not metrics else PASS
-    needs = [found[name].needed for name in open_ones] if verdict == UNDECIDED else []
-    known = [need for need in needs if need is not None]
-    rows = {
-        one.name: {
-            **asdict(found[one.name]),
-            "margin": one.margin,
-            "required": one.required,
-            "verdict": states[one.name],
-        }
-        for one in metrics
-    }
-    reasons = [_reason(one, found[one.name], states[one.name]) for one in metrics if one.name in (lost or open_ones)]
-    return Verdict(verdict, tuple(reasons), max(known) if known and len(known) == len(needs) else None, rows)
+    rows, states = {}, {}
+    for one in metrics:
+        kept = PASS if found[one.name].kept else UNDECIDED if one.required else NOT_SHOWN
+        states[one.name] = FAIL if one.name in lost else kept
+        needed = found[one.name].needed if states[one.name] == UNDECIDED else None
+        rows[one.name] = asdict(found[one.name]) | {"margin": one.margin, "verdict": states[one.name], "needed": needed}
+    verdict = FAIL if lost else UNDECIDED if UNDECIDED in states.values() else PASS
+    deciding = [one for one in metrics if states[one.name] == verdict != PASS]
+    needs = [found[one.name].needed or math.inf for one in deciding]
+    most = int(max(needs)) if verdict == UNDECIDED and max(needs) < math.inf else None
+    return Verdict(verdict, tuple(_reason(one, found[one.name], verdict) for one in deciding), most, rows)
 
 
 def _metrics(pairs: Mapping[str, Sequence[tuple[Case, Case]]], rules: Rules) -> Iterator[Metric]:
     every = [pair for cases in pairs.values() for pair in cases]
-    if rules.quality is not None:
-        yield Metric("quality", _differences(every, "score"), rules.quality)
+    yield Metric("quality", -np.subtract(*_both(every, "score")), rules.quality)
     for name, cases in pairs.items():
-        margin = rules.tasks.get(name, rules.task)
-        if cases and margin is not None:
-            yield Metric(f"task {name}", _differences(cases, "score"), margin, name in rules.tasks)
-    if rules.refusals is not None and (refused := -_differences(every, "refused")).size:
-        yield Metric("refusals", refused, rules.refusals)
-    if rules.failures is not None:
-        yield Metric("failures", np.array([bool(a.error) - float(bool(b.error)) for a, b in every]), rules.failures)
-    for name, field, least in (("length", "tokens", 1), ("latency", "latency_s", 1e-3), ("cost", "cost", 1e-12)):
-        ratio = getattr(rules, name)
-        logs = -_differences(every, field, partial(_log, least))
-        if ratio is not None and logs.size:
-            yield Metric(name, logs, math.log(ratio), True, _RATIO_REACH)
+        if cases:
+            margin = rules.tasks.get(name, rules.task)
+            yield Metric(f"task {name}", -np.subtract(*_both(cases, "score")), margin, name in rules.tasks)
+    yield Metric("failures", np.array([bool(a.error) - float(bool(b.error)) for a, b in every]), rules.failures)
+    refused = _both(every, "refused")
+    if refused.size:
+        yield Metric("refusals", np.subtract(*refused), rules.refusals)
+    for name, (field, least) in _RATIOS.items():
+        both = _both(every, field)
+        if both.size:
+            logs = np.subtract(*np.log(np.maximum(both, least)))
+            yield Metric(name, logs, math.log(getattr(rules, name)), True, _RATIO_REACH)
 
 
-def _differences(pairs: Sequence[tuple[Case, Case]], field: str, scale: Any = float) -> np.ndarray:
-    """Return candidate minus baseline of the cases where both have the field: f64[n]."""
-    both = [(getattr(one, field), getattr(two, field)) for one, two in pairs]
-    return np.array([scale(two) - scale(one) for one, two in both if one is not None and two is not None], np.float64)
-
-
-def _log(least: float, value: float) -> float:
-    return math.log(max(least, value))
+def _both(pairs: Sequence[tuple[Case, Case]], field: str) -> np.ndarray:
+    """Return a field of baseline and candidate, of the cases where both have it: f64[2, n]."""
+    values = [(getattr(one, field), getattr(two, field)) for one, two in pairs]
+    return np.array([both for both in values if None not in both], np.float64).reshape(-1, 2).T
 
 
 def _probability(metric: Metric, found: Paired) -> float:
@@ -148,18 +140,11 @@ def _probability(metric: Metric, found: Paired) -> float:
 
 def _reason(metric: Metric, found: Paired, state: str) -> str:
     """Return one sentence on a metric that did not pass."""
-    if metric.reach == _RATIO_REACH:
-        shown, allowed = f"{math.exp(-found.mean):.3g} times as much", f"at most {math.exp(metric.margin):.3g} times"
-        bounds = f"{math.exp(-found.high):.3g} to {math.exp(-found.low):.3g}"
+    if metric.name in _RATIOS:
+        of, low, high, allowed = (math.exp(-value) for value in (found.mean, found.high, found.low, -metric.margin))
+        shown = f"{of:.3g} times as much ({low:.3g} to {high:.3g}; at most {allowed:.3g} times allowed"
     else:
-        shown, allowed = f"{found.mean:+.4f}", f"at most -{metric.margin:g}"
-        bounds = f"{found.low:+.4f} to {found.high:+.4f}"
+        shown = f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; at most -{metric.margin:g} allowed"
+    more = "no number of cases decides" if found.needed is None else f"about {found.needed} more cases decide"
     counts = f"{found.worse} of {found.cases} cases worse, {found.better} better"
-    more = ""
-    if state == UNDECIDED:
-        more = (
-            "; no number of cases decides so small a difference from that"
-            if found.needed is None
-            else f"; about {found.needed} more cases decide"
-        )
-    return f"{metric.name}: {shown} ({bounds}; {allowed} allowed; {counts}){more}"
+    return f"{metric.name}: {shown}; {counts})" + f"; {more}" * (state == UNDECIDED)

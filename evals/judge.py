@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,9 +93,12 @@ def judge(
         for one, two in pairs.get(task.name, ()):
             if not one.error and not two.error and one.id in prompts:
                 asked[f"{task.name}/{one.id}"] = (prompts[one.id], one.output, two.output)
-    known = _verdicts(endpoint, rubric, [(label.prompt, label.a, label.b) for label in labelled])
-    agreed = [(_SCORES[label.label], said) for label, said in zip(labelled, known, strict=True) if said is not None]
-    said = dict(zip(asked, _verdicts(endpoint, rubric, asked.values()), strict=True))
+    with ThreadPoolExecutor(endpoint.concurrency) as threads:
+        known = threads.map(lambda label: _verdict(endpoint, rubric, label.prompt, label.a, label.b), labelled)
+        said = dict(
+            zip(asked, threads.map(lambda pair: _verdict(endpoint, rubric, *pair), asked.values()), strict=True)
+        )
+        agreed = [(_SCORES[label.label], of) for label, of in zip(labelled, known, strict=True) if of is not None]
     return Judged(
         baseline_sha256=baseline.sha256,
         candidate_sha256=candidate.sha256,
@@ -120,14 +123,11 @@ def kappa(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     return (sum(one == two for one, two in pairs) * count - by_chance) / (count**2 - by_chance)
 
 
-def _verdicts(endpoint: Endpoint, rubric: str, pairs: Iterable[tuple[str, str, str]]) -> Iterator[int | None]:
-    """Yield for each prompt with two answers: -1 first, 0 tie, 1 second; None where the judge did not answer."""
-    with ThreadPoolExecutor(endpoint.concurrency) as threads:
-        yield from threads.map(lambda pair: _verdict(endpoint, rubric, *pair), pairs)
-
-
 def _verdict(endpoint: Endpoint, rubric: str, prompt: str, one: str, two: str) -> int | None:
-    """Ask in both orders: a judge that prefers a place, and not an answer, says tie."""
+    """Return -1 for the first answer, 1 for the second, 0 for a tie; None where the judge did not answer.
+
+    It is asked in both orders: one that prefers a place, and not an answer, says tie.
+    """
     said, swapped = (_asked(endpoint, rubric, prompt, *order) for order in ((one, two), (two, one)))
     if said is None or swapped is None:
         return None

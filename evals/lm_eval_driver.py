@@ -29,27 +29,23 @@ class Bounded(LocalCompletionsAPI):
     """lm-eval's client, with bounded tries; what still fails becomes a marked answer in place of the end of the run."""
 
     tries = 3
-    _failures = 0
+    failures = 0
 
     async def amodel_call(self, session: Any, sem: Any, messages: Any, **options: Any) -> Any:
         problem = "the endpoint was given up after failures one after the other"
-        for attempt in range(self.tries):
-            if Bounded._failures >= GIVE_UP_AFTER:
-                break
+        for attempt in range(self.tries if self.failures < GIVE_UP_AFTER else 0):
             try:
                 found = await super().amodel_call(session, sem, messages, **options)
             except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as exc:
-                problem = str(exc) or type(exc).__name__
+                problem = (str(exc) or type(exc).__name__)[:200]
                 if isinstance(exc, aiohttp.ClientResponseError) and exc.status < 500 and exc.status != 429:
                     break  # the same request would be refused again
                 await asyncio.sleep(RETRY_S * 2**attempt)
             else:
-                Bounded._failures = 0
+                self.failures = 0
                 return found
-        Bounded._failures += 1
-        print(f"evals: {problem[:200]}", file=sys.stderr)
-        answer = f"{FAILED}{problem[:200]}" if options.get("generate") else (math.nan, False)
-        return [answer] * len(messages)
+        self.failures += 1
+        return [f"{FAILED}{problem}" if options.get("generate") else (math.nan, False)] * len(messages)
 
 
 class BoundedChat(Bounded, LocalChatCompletion):
@@ -62,12 +58,11 @@ def run(
     """Yield the cases of the tasks ``names`` in ``folder``. url: ends with /v1. chat: whether they are chats."""
     os.chdir(folder)  # where the tasks' files are
     options: dict[str, Any] = {"model": model, "max_retries": 1, "timeout": timeout_s, "num_concurrent": 4}
-    key = os.environ.get("OPENAI_API_KEY", "none")
     if chat:
         client: Any = BoundedChat(base_url=f"{url}/chat/completions", tokenizer_backend=None, **options)
     else:
-        tokenizer = {"tokenizer_backend": "remote", "auth_token": key}
-        client = Bounded(base_url=f"{url}/completions", **tokenizer, **options)
+        options |= {"tokenizer_backend": "remote", "auth_token": os.environ["OPENAI_API_KEY"]}
+        client = Bounded(base_url=f"{url}/completions", **options)
         client.tokenizer.encode = _encoder(client.tokenizer, model)
     client.tries = tries
     found = evaluator.simple_evaluate(
@@ -77,7 +72,6 @@ def run(
         limit=limit,
         apply_chat_template=chat,
         bootstrap_iters=0,
-        log_samples=True,
     )
     for name, samples in found["samples"].items():
         for sample in samples:
@@ -86,12 +80,12 @@ def run(
 
 def _encoder(tokenizer: Any, model: str) -> Any:
     """Return lm-eval's remote ``encode`` with the model named, for endpoints with several, and without repetitions."""
-    url = f"{tokenizer.base_url}/tokenize"
 
     @lru_cache(maxsize=4096)
     def encode(text: str) -> tuple[int, ...]:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return tuple(tokenizer._request_with_retries("POST", url, json=body).json()["tokens"])
+        said = tokenizer._request_with_retries("POST", f"{tokenizer.base_url}/tokenize", json=body)
+        return tuple(said.json()["tokens"])
 
     return lambda text: list(encode(text))
 
@@ -99,16 +93,19 @@ def _encoder(tokenizer: Any, model: str) -> Any:
 def _scored(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return score and output of one of lm-eval's samples."""
     answers = [one for answer in sample["resps"] for one in answer]
-    output = answers[0] if isinstance(answers[0], str) else ""
-    if output.startswith(FAILED):
-        return {"error": output.removeprefix(FAILED)}
-    numbers = [float(one[0] if isinstance(one, list | tuple) else one) for one in answers if not isinstance(one, str)]
+    if isinstance(answers[0], str):
+        failed = answers[0].startswith(FAILED)
+        return {"error": answers[0].removeprefix(FAILED)} if failed else _score(sample, answers[0])
+    numbers = [float(one[0] if isinstance(one, list | tuple) else one) for one in answers]
     if any(map(math.isnan, numbers)):
         return {"error": "the endpoint did not give the log probabilities"}
     if "bits_per_byte" in sample:  # as a score from 0 to 1: the geometric mean of a byte's probability
         return {"score": math.exp(numbers[0] / len(sample["doc"]["text"].encode()))}
-    score = sample["acc"] if "acc" in sample else sample["exact_match"]
-    return {"score": float(score), "output": output or f"choice {numbers.index(max(numbers))}"}
+    return _score(sample, f"choice {numbers.index(max(numbers))}")
+
+
+def _score(sample: Mapping[str, Any], output: str) -> dict[str, Any]:
+    return {"score": float(sample["acc"] if "acc" in sample else sample["exact_match"]), "output": output}
 
 
 if __name__ == "__main__":

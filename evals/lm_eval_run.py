@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import openai
 
+from contract.errors import Unavailable
 from evals import checks
 from evals.chat_run import KEPT_CHARACTERS, Endpoint
 from evals.results import Case
@@ -24,53 +26,43 @@ RUN_TIMEOUT_S = 3600
 
 
 def missing(endpoint: Endpoint, chat: bool) -> str:
-    """Return why tasks cannot be run by lm-eval; "" if they can. chat: whether they are chats."""
+    """Return why tasks cannot be run by lm-eval; "" if they can. chat: whether they are chats.
+
+    Raises Unavailable where the endpoint does not answer.
+    """
     if not PYTHON.exists():
         return "lm-eval is not installed: make setup-evals"
     if chat:
         return ""
+    lacks = "the endpoint has no /tokenizer_info, or no completions with echo and logprobs"
     try:
         endpoint.client.get(f"{endpoint.url.removesuffix('/v1')}/tokenizer_info", cast_to=object)
-        options: dict[str, Any] = {"max_tokens": 1, "logprobs": 1, "temperature": 0}
-        found = endpoint.client.completions.create(model=endpoint.model, prompt="a b", echo=True, **options)
-        scored = found.choices[0].logprobs.token_logprobs[1:]
-    except (openai.OpenAIError, AttributeError, IndexError, TypeError) as exc:
-        return f"the endpoint has no /tokenizer_info, or no completions with echo and logprobs: {str(exc)[:120]}"
-    return "" if scored else "the endpoint's completions do not echo the prompt's log probabilities"
+        options: dict[str, Any] = {"echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+        found = endpoint.client.completions.create(model=endpoint.model, prompt="a b", **options)
+        return "" if found.choices[0].logprobs.token_logprobs[1:] else lacks
+    except (openai.BadRequestError, openai.NotFoundError, AttributeError, IndexError, TypeError) as exc:
+        return f"{lacks}: {str(exc)[:120]}"
+    except openai.OpenAIError as exc:
+        raise Unavailable(f"{endpoint.url}: {exc}") from exc
 
 
 def run(endpoint: Endpoint, tasks: Sequence[Task], folder: Path, limit: int | None) -> dict[str, list[Case]]:
     """Return the cases of every task, which are all chats or all completions."""
-    chat = tasks[0].is_chat
-    asked: dict[str, Any] = {
-        "url": endpoint.url,
-        "model": endpoint.model,
-        "folder": str(folder.resolve()),
-        "chat": chat,
-        "limit": limit,
-    }
-    asked |= {"names": [task.name for task in tasks], "timeout_s": endpoint.timeout_s, "tries": endpoint.tries}
+    asked = {"url": endpoint.url, "model": endpoint.model, "tries": endpoint.tries, "limit": limit}
+    asked |= {"names": [task.name for task in tasks], "folder": str(folder.resolve()), "chat": tasks[0].is_chat}
+    asked["timeout_s"] = math.ceil(endpoint.timeout_s)
     with tempfile.TemporaryDirectory(prefix="trident-evals-") as cache:
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": cache, "TQDM_DISABLE": "1"}
-        environ = {**os.environ, **offline, "OPENAI_API_KEY": endpoint.api_key, "TOKENIZERS_PARALLELISM": "false"}
+        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": cache, "OPENAI_API_KEY": endpoint.api_key}
+        command, given = [PYTHON, DRIVER], json.dumps(asked)
         try:
             done = subprocess.run(
-                [PYTHON, DRIVER],
-                input=json.dumps(asked),
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=RUN_TIMEOUT_S,
+                command, input=given, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
             )
             output, problem = done.stdout, (done.stderr.strip().splitlines() or ["lm-eval said nothing"])[-1]
-        except subprocess.TimeoutExpired as exc:
-            output = (exc.stdout or b"").decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
-            problem = f"lm-eval took more than {RUN_TIMEOUT_S} s"
-    answers = {}
-    for line in output.splitlines():
-        if line.startswith("{"):
-            said = json.loads(line)
-            answers[said.pop("task"), said["id"]] = said
+        except subprocess.TimeoutExpired:
+            output, problem = "", f"lm-eval took more than {RUN_TIMEOUT_S} s"
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    answers = {(said.pop("task"), said["id"]): said for said in lines}
     return {task.name: [_case(task, case["id"], answers, problem) for case in task.cases[:limit]] for task in tasks}
 
 

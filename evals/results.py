@@ -15,17 +15,18 @@ from pydantic import BaseModel, ConfigDict
 from contract import paired_scores, toml_table
 from contract.errors import InvalidArgument
 
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Case(BaseModel):
+class Case(_Record):
     """One answer.
 
     score: 0 to 1; None where the endpoint did not answer, for the reason in ``error``.
     refused, tokens (of the output), latency_s, cost: None where the run could not tell.
     """
 
-    model_config = _STRICT
     id: str
     score: float | None = None
     error: str = ""
@@ -36,10 +37,9 @@ class Case(BaseModel):
     cost: float | None = None
 
 
-class TaskResult(BaseModel):
+class TaskResult(_Record):
     """skipped: why the task was not run; "" if it was. sha256: of the task's files."""
 
-    model_config = _STRICT
     kind: str
     about: str
     sha256: str
@@ -47,18 +47,16 @@ class TaskResult(BaseModel):
     cases: Sequence[Case] = ()
 
 
-class Target(BaseModel):
+class Target(_Record):
     """What was asked. engine: its name, manifest_sha256: of its manifest.json; "" where that is not known."""
 
-    model_config = _STRICT
     url: str
     model: str
     engine: str = ""
     manifest_sha256: str = ""
 
 
-class Results(BaseModel):
-    model_config = _STRICT
+class Results(_Record):
     format: Literal[1] = 1
     created: str
     target: Target
@@ -66,7 +64,7 @@ class Results(BaseModel):
 
     @property
     def sha256(self) -> str:
-        """Digest of everything but the time, for the results that are made from these."""
+        """Digest of everything but the time, for what is made from these results."""
         text = json.dumps(self.model_dump(mode="json", exclude={"created"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -92,9 +90,8 @@ def pairs(baseline: Results, candidate: Results) -> dict[str, list[tuple[Case, C
             said = ["not run" if side is None else side.skipped or f"files {side.sha256[:12]}" for side in (one, two)]
             raise InvalidArgument(f"tasks.{name}", f"must be the same on both sides, got {said[0]} and {said[1]}")
         theirs = {case.id: case for case in two.cases}
-        lost = [Case(id=case.id, error="the candidate has no such case") for case in one.cases if case.id not in theirs]
-        theirs |= {case.id: case for case in lost}
-        found[name] = [(case, theirs[case.id]) for case in one.cases]
+        lost = "the candidate has no such case"
+        found[name] = [(case, theirs.get(case.id) or Case(id=case.id, error=lost)) for case in one.cases]
     return found
 
 
@@ -110,20 +107,14 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return paired_scores.mean_interval(values)
 
 
-def summary(task: TaskResult) -> dict[str, object]:
+def summary(task: TaskResult) -> dict[str, float | None]:
     """Return the figures of a task. failed: cases without an answer, which no score counts."""
-    values, answered = scores(task.cases), [case for case in task.cases if not case.error]
+    values = scores(task.cases)
     low, high = interval(values)
-    found: dict[str, object] = {
-        "kind": task.kind,
-        "cases": len(values),
-        "score": float(values.mean()) if len(values) else None,
-        "low": low,
-        "high": high,
-        "failed": len(task.cases) - len(values),
-    }
+    found = {"score": float(values.mean()) if len(values) else None, "low": low, "high": high}
+    found |= {"cases": len(values), "failed": len(task.cases) - len(values)}
     for name in ("refused", "tokens", "latency_s", "cost"):
-        known = [float(value) for case in answered if (value := getattr(case, name)) is not None]
+        known = [float(value) for case in task.cases if (value := getattr(case, name)) is not None]
         average = statistics.median if name == "latency_s" else statistics.fmean
         found[name] = average(known) if known else None
     return found
@@ -131,47 +122,40 @@ def summary(task: TaskResult) -> dict[str, object]:
 
 def table(results: Results) -> str:
     """Return the results as a Markdown table."""
-    rows: list[Sequence[object]] = []
-    for name, task in results.tasks.items():
-        if task.skipped:
-            rows.append((name, task.kind, f"skipped: {task.skipped}", *[""] * 6))
-            continue
-        found = summary(task)
-        bounds = f"{found['low']:.3f} to {found['high']:.3f}"
-        numbers = (_shown(found["score"]), bounds, found["cases"], found["failed"], _shown(found["refused"]))
-        rows.append((name, task.kind, *numbers, _shown(found["tokens"], 1), _shown(found["latency_s"])))
-    title = f"{results.target.model} at {results.target.url}" + (
-        f", engine {results.target.engine}" * bool(results.target.engine)
-    )
-    header = ("task", "kind", "score", "95 %", "cases", "failed", "refused", "tokens", "latency s (median)")
+    of = results.target
+    title = f"{of.model}{' at ' * bool(of.url)}{of.url}{', engine ' * bool(of.engine)}{of.engine}"
+    header = ("task", "kind", "score", "95 % from", "to", "cases", "failed", "refused", "tokens", "latency s", "cost")
+    rows = [
+        (name, task.kind, *([f"skipped: {task.skipped}"] if task.skipped else map(shown, summary(task).values())))
+        for name, task in results.tasks.items()
+    ]
     return f"{title}\n\n{markdown(rows, header)}"
 
 
 def compared(baseline: Results, candidate: Results) -> str:
     """Return both runs side by side as a Markdown table. Raises: as ``pairs``."""
-    rows: list[Sequence[object]] = []
+    rows = []
     for name, cases in pairs(baseline, candidate).items():
         both = [(one.score, two.score) for one, two in cases if one.score is not None and two.score is not None]
         if not both:
-            rows.append((name, "no case with two answers", *[""] * 6))
+            rows.append([name, "no case with two answers"])
             continue
         one, two = np.array(both, np.float64).T
-        differences = two - one
-        low, high = paired_scores.mean_interval(differences)
-        better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+        better, worse = int((two > one).sum()), int((two < one).sum())
         chance = min(1.0, 2 * paired_scores.sign_test(min(better, worse), max(better, worse)))
-        shown = f"{differences.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", better, worse, f"{chance:.3f}"
-        rows.append((name, len(both), _shown(one.mean()), _shown(two.mean()), *shown))
-    header = ("task", "cases", "A", "B", "B - A", "95 %", "better", "worse", "sign test p")
+        numbers = (len(both), one.mean(), two.mean(), (two - one).mean(), *paired_scores.mean_interval(two - one))
+        rows.append([name, *map(shown, (*numbers, better, worse, chance))])
+    header = ("task", "cases", "A", "B", "B - A", "95 % from", "to", "better", "worse", "sign test p")
     sides = [f"{side}: {of.target.model} at {of.target.url}" for side, of in (("A", baseline), ("B", candidate))]
     return "\n".join([*sides, "", markdown(rows, header)])
 
 
-def markdown(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+def markdown(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
+    """Return a Markdown table; short rows end in empty cells."""
+    lines = [header, ["---"] * len(header), *([*row, *[""] * (len(header) - len(row))] for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def _shown(value: object, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def shown(value: object) -> str:
+    """Return a cell of a table."""
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -16,11 +16,11 @@ from evals import checks
 
 FOLDER = Path(__file__).resolve().parent / "tasks"
 LM_EVAL, CHAT = "lm-eval", "chat"
-# By kind: the fields of a case beside id and prompt.
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "schema": ("schema",),
-    "tools": ("tools", "expected"),
-    "instructions": ("rules",),
+# By kind: the fields of a case.
+_FIELDS = {
+    "schema": ("id", "prompt", "schema"),
+    "tools": ("id", "prompt", "tools", "expected"),
+    "instructions": ("id", "prompt", "rules"),
 }
 
 
@@ -62,14 +62,12 @@ def _task(path: Path) -> Task:
     if not isinstance(kind, str) or not (lm_eval or kind in _FIELDS):
         allowed = f"one of {', '.join(_FIELDS)}, or any word in metadata of a task with lm-eval's output_type"
         raise InvalidArgument(f"{path}: kind", f"must be {allowed}, got {kind!r}")
-    cases = []
-    for number, line in enumerate(content.splitlines(), 1):
-        cases.append(_case(f"{lines}:{number}", line, () if lm_eval else ("prompt", *_FIELDS[kind])))
+    fields = ("id",) if lm_eval else _FIELDS[kind]
+    cases = [_case(f"{lines}:{number}", line, fields) for number, line in enumerate(content.splitlines(), 1)]
     if len({case["id"] for case in cases}) < max(1, len(cases)):
         raise InvalidArgument(f"{lines}: id", "must be there and different in every line")
     digest = hashlib.sha256(path.read_bytes() + content.encode()).hexdigest()
-    runner = LM_EVAL if lm_eval else CHAT
-    return Task(path.stem, kind, str(said.get("about", "")), runner, digest, settings, cases)
+    return Task(path.stem, kind, str(said.get("about", "")), LM_EVAL if lm_eval else CHAT, digest, settings, cases)
 
 
 def _case(place: str, line: str, fields: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def _case(place: str, line: str, fields: Sequence[str]) -> dict[str, Any]:
         case = json.loads(line)
     except ValueError as exc:
         raise InvalidArgument(place, f"must be a JSON object: {exc}") from exc
-    for field in ("id", *fields):
+    for field in fields:
         if not isinstance(case, dict) or field not in case:
             raise InvalidArgument(f"{place}: {field}", "must be set")
     for rule in case.get("rules", ()):

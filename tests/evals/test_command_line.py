@@ -58,7 +58,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(arguments, problem, capsys):
 def test_two_results_are_shown_side_by_side(tmp_path, capsys):
     paths = [saved(tmp_path / f"{n}.json", result(one=[1, n])) for n in (0, 1)]
     assert main(["compare", *paths]) == 0
-    assert "| one | 2 | 0.500 | 1.000 | +0.500 |" in capsys.readouterr().out
+    assert "| one | 2 | 0.500 | 1.000 | 0.500 |" in capsys.readouterr().out
 
 
 def test_the_gate_has_a_status_for_each_verdict_and_writes_a_file_for_releases(tmp_path, capsys):

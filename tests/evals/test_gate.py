@@ -35,10 +35,10 @@ def test_a_candidate_against_itself_passes_and_a_broken_one_fails():
 
 
 def test_few_cases_are_undecided_and_as_many_more_as_it_says_decide():
-    few = gate.gate(result(a=[1.0] * 20), result(a=[1.0] * 20), Rules(failures=None))
+    few = gate.gate(result(a=[1.0] * 20), result(a=[1.0] * 20), Rules(failures=0.5))
     assert few.verdict == "undecided" and f"about {few.needed} more cases decide" in few.reasons[0]
     more = result(a=[1.0] * (20 + few.needed))
-    assert gate.gate(more, more, Rules(failures=None)).verdict == "pass"
+    assert gate.gate(more, more, Rules(failures=0.5)).verdict == "pass"
 
 
 def test_one_task_that_breaks_fails_the_candidate_whatever_the_others_do():
@@ -77,7 +77,7 @@ def test_length_latency_and_cost_have_budgets(field, name, same, more):
     assert gate.gate(fast, fast, Rules()).verdict == gate.gate(slow, fast, Rules()).verdict == "pass"
     found = gate.gate(fast, slow, Rules())
     assert found.verdict == "fail" and f"{name}: {more / same:.3g} times as much" in found.reasons[0]
-    assert gate.gate(fast, slow, Rules(**{name: None})).verdict == "pass"
+    assert gate.gate(fast, slow, Rules(**{name: 100.0})).verdict == "pass"
 
 
 def test_refusals_have_a_budget_and_a_judge_is_heard():

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from contract.errors import Unavailable
 from evals import lm_eval_run, task
 from evals.chat_run import Endpoint
 from tests.evals.endpoint import endpoint
@@ -19,9 +20,8 @@ def python(tmp_path, monkeypatch):
 
 def test_without_lm_eval_tasks_are_skipped_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval_run, "PYTHON", tmp_path / "none")
-    with Endpoint("http://127.0.0.1:1/v1", "m", "key").client as client:
-        made = Endpoint("http://127.0.0.1:1/v1", "m", "key")
-        made.client = client
+    made = Endpoint("http://127.0.0.1:1/v1", "m", "key")
+    with made.client:
         assert lm_eval_run.missing(made, False) == "lm-eval is not installed: make setup-evals"
 
 
@@ -39,6 +39,12 @@ def test_an_endpoint_without_log_probabilities_is_named(python):
             assert "no completions with echo and logprobs" in lm_eval_run.missing(made, False)
             assert lm_eval_run.missing(made, True) == ""
     assert asked == ["/tokenizer_info", "/v1/completions"]
+
+
+def test_an_endpoint_that_does_not_answer_ends_the_run(python):
+    made = Endpoint("http://127.0.0.1:9/v1", "m", "key", tries=1)
+    with made.client, pytest.raises(Unavailable, match="http://127.0.0.1:9/v1: Connection error"):
+        lm_eval_run.missing(made, False)
 
 
 def test_what_lm_eval_does_not_answer_has_failed_with_its_last_words(python):

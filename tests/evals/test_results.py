@@ -57,7 +57,7 @@ def test_tables_name_what_was_skipped_and_what_failed():
     made = result(one=[1.0, 0.0, None], two=[])
     skipped = made.tasks["two"].model_copy(update={"skipped": "no lm-eval"})
     table = results.table(made.model_copy(update={"tasks": {**made.tasks, "two": skipped}}))
-    assert "| one | choice | 0.500 | 0.095 to 0.905 | 2 | 1 |" in table and "skipped: no lm-eval" in table
+    assert "| one | choice | 0.500 | 0.095 | 0.905 | 2 | 1 |" in table and "skipped: no lm-eval" in table
     table = results.compared(result(one=[1, 1, 0, 0, None]), result(one=[0, 0, 0, 1, 1]))
     assert "| one | 4 | 0.500 | 0.250 | -0.250 |" in table and "| 1 | 2 | 1.000 |" in table
     assert "no case with two answers" in results.compared(result(one=[None]), result(one=[1]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contract import gate_result
 from contract.errors import InvalidArgument, NotFound, Unavailable
 from gateway import command_line
 from gateway.config.configuration import table
@@ -118,3 +119,27 @@ def test_a_gateway_that_is_not_there_is_named(capsys):
     assert "warning: http://127.0.0.1:9 does not answer: [Errno 111] Connection refused" in capsys.readouterr().err
     with pytest.raises(InvalidArgument, match="--gateway: must be the URL of a gateway's HTTP port, got '127.0.0.1:9'"):
         run("status", "--gateway", "127.0.0.1:9")
+
+
+async def test_a_release_with_a_gate_serves_more_than_5_percent_only_after_it_passed(tmp_path: Path):
+    config = "[releases.r]\nstable = 'stable'\ncandidate = 'next'\nweight = 5\ngate = 'gate.json'\n"
+    async with FakeReplica() as stable, FakeReplica() as candidate:
+        where = f"stable={stable.url};next={candidate.url}"
+        async with gateway(
+            stable, candidate, replicas=where, config=config, admin_token_file=tmp_path / "token"
+        ) as running:
+            shift = ("shift", "r", "--to", "25", "--gateway", running.base_url)
+            with pytest.raises(
+                InvalidArgument, match="refused with 400: .*releases.r.gate: must be of a gate that passed"
+            ):
+                await asyncio.to_thread(run, *shift)
+            path = running.service.configuration.path
+            path.write_text(config.replace("weight = 5", "weight = 50"))  # the loader refuses it too
+            await until(
+                lambda: "releases.r.gate: must be of a gate that passed" in running.service.configuration.problem
+            )
+            assert running.service.configuration.policy.releases["r"].weight == 5
+            gate = {"verdict": "pass", "reasons": [], "candidate": {"manifest_sha256": ""}}
+            (path.parent / "gate.json").write_text(gate_result.sealed(gate))
+            await asyncio.to_thread(run, *shift)
+            assert running.service.configuration.policy.releases["r"].weight == 25
