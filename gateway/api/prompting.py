@@ -13,7 +13,7 @@ from pydantic import Field, StrictStr
 from clients.wire.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.admission.prompt_tokens import COUNTED_AT_ONCE, texts_of
+from gateway.admission.prompt_tokens import texts_of
 from gateway.api.strict_model import StrictModel
 from gateway.choices import together
 from gateway.config.context import ContextRules
@@ -77,8 +77,7 @@ async def weighed(used: Rendered, request: GenerationRequest, context: RequestCo
         def count() -> str:
             return over_budget(budgets, used.tokens(lambda texts: counted(tokenizer, texts), own))
 
-        size = sum(map(len, own)) + sum(len(text) for _, text in used.parts)
-        if warning := count() if size <= COUNTED_AT_ONCE else await asyncio.to_thread(count):
+        if warning := await asyncio.to_thread(count):
             notes["prompt_warnings"] = warning
     return replace(context, notes=notes)
 

@@ -64,6 +64,7 @@ def named(**more: Any) -> dict[str, Any]:
     return {"prompt": {"id": "support", "variables": {"product": "tea"}, **more}}
 
 
+@pytest.mark.slow
 async def test_a_template_stands_around_the_chat_and_is_told_everywhere(folder: Path, caplog):
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
@@ -100,6 +101,7 @@ async def test_a_template_stands_around_the_chat_and_is_told_everywhere(folder: 
     assert [fields.get("prompt") for fields in logged[:2]] == ["support@1.0.0", "support@1.1.0"]
 
 
+@pytest.mark.slow
 async def test_responses_name_a_template_as_openai_does(folder: Path):
     async with FakeReplica(lambda seen: Script((" x",))) as replica, gateway(replica, prompts=folder) as running:
         variables = {"product": {"type": "input_text", "text": "tea"}}
@@ -115,6 +117,7 @@ async def test_responses_name_a_template_as_openai_does(folder: Path):
         assert response["temperature"] == 0.5
 
 
+@pytest.mark.slow
 async def test_a_wrong_reference_is_refused_by_its_field(folder: Path):
     wrong = (
         ({"id": "other"}, "prompt.id"),
@@ -133,6 +136,7 @@ async def test_a_wrong_reference_is_refused_by_its_field(folder: Path):
                 assert (status, answer["error"]["param"]) == (400, field), answer
 
 
+@pytest.mark.slow
 async def test_without_a_folder_templates_are_refused_and_messages_are_needed():
     async with FakeReplica() as replica, gateway(replica) as running:
         status, _, answer = await running.post("/v1/chat/completions", {**ASK, **named()})
@@ -190,6 +194,7 @@ def noted(headers: dict[str, str]) -> dict[str, str]:
     return {"policy": policy, **dict(entry.split("=") for entry in rest)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["drop_oldest", "keep_system"])
 async def test_a_chat_that_is_too_long_loses_its_oldest_turns(name: str):
     async with serving(f'policy = "{name}"', Script()) as (main, _, running):
@@ -212,6 +217,7 @@ async def test_a_chat_that_is_too_long_loses_its_oldest_turns(name: str):
         assert (status, answer["error"]["param"]) == (400, "messages"), answer
 
 
+@pytest.mark.slow
 async def test_a_summary_stands_in_place_of_what_is_left_out(caplog):
     caplog.set_level(logging.INFO)
     rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24'
@@ -231,6 +237,7 @@ async def test_a_summary_stands_in_place_of_what_is_left_out(caplog):
     assert logged[1]["context"].startswith("summarise; ") and logged[1]["tenant"] == logged[0]["tenant"]
 
 
+@pytest.mark.slow
 async def test_without_a_summary_in_time_the_turns_are_left_out():
     rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24\nsummary_timeout_s = 0.2'
     async with serving(rules, Script((" late",), first_token_s=30.0)) as (main, small, running):
