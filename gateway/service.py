@@ -480,7 +480,7 @@ class Service:
         """Start the span of a request. source: ENGINE, or where a reused answer comes from. more: its attributes."""
         if not self.tracing.on:
             return None
-        attributes = request_attributes(requests, context.model.name, context.session)
+        attributes = request_attributes(requests, context.model.name, context.session, context.protocol != "grpc")
         attributes |= {f"trident.{name}": text for name, text in context.notes.items()}
         own = {"trident.source": source, "trident.operation": context.operation, "trident.tenant": context.tenant.name}
         name = f"{attributes['gen_ai.operation.name']} {context.model.name}"

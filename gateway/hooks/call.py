@@ -14,7 +14,7 @@ from contract.generation import Usage
 class Call:
     """One request.
 
-    protocol: ``http`` (OpenAI) or ``grpc`` (KServe).
+    protocol: ``http`` (OpenAI), ``grpc`` (KServe) or ``batch``.
     operation: ``chat``, ``responses``, ``text_completion`` or ``batch``.
     headers: HTTP headers or gRPC metadata, names in lower case.
     model: as the request names it, and from the first output on the name of the one that serves it.

@@ -68,13 +68,7 @@ class ResponseTrace:
         parts, now_ns = self._parts.setdefault(choice, {}), time.time_ns()
         for kind, part in delta.parts:
             if isinstance(part, ToolCallDelta):
-                new: _Part = {
-                    "type": "tool_call",
-                    "id": part.id,
-                    "name": part.name,
-                    "arguments": "",
-                    "began_ns": now_ns,
-                }
+                new: _Part = {"type": "tool_call", "id": part.id, "name": part.name, "arguments": ""}
                 call = parts.setdefault((kind, part.index), new | {"began_ns": now_ns})
                 call["arguments"] += part.arguments
                 call["ended_ns"] = now_ns
@@ -88,11 +82,10 @@ class ResponseTrace:
             calls = [part for part in parts.values() if part["type"] == "tool_call"]
             for call in calls:
                 began_ns, ended_ns = call.pop("began_ns"), call.pop("ended_ns")
-                names = {"gen_ai.tool.name": call["name"], "gen_ai.tool.call.id": call["id"]}
-                names |= {"gen_ai.tool.call.arguments": call["arguments"][:MAX_CHARS]} if self._content else {}
-                self._tracing.past(
-                    span, f"tool_call {call['name']}", began_ns, ended_ns, {**names, "gen_ai.tool.type": "function"}
-                )
+                shown = ("name", "call.id", "call.arguments") if self._content else ("name", "call.id")
+                found = {f"gen_ai.tool.{name}": call[name.removeprefix("call.")][:MAX_CHARS] for name in shown}
+                found["gen_ai.tool.type"] = "function"
+                self._tracing.past(span, f"tool_call {call['name']}", began_ns, ended_ns, found)
             reason = "tool_call" if calls else self._reasons.get(choice, "error")
             answers.append({"role": "assistant", "parts": list(parts.values()), "finish_reason": reason})
         if self._reasoning_tokens:

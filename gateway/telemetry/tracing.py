@@ -96,31 +96,31 @@ def end_request(span: Span | None, trace: Any, error: BaseException | None, attr
         trace.ended(span, error, attributes)
 
 
-def request_attributes(requests: Sequence[GenerationRequest], model: str, session: str) -> dict[str, Any]:
-    """Return the attributes of a request's span by OpenTelemetry's GenAI conventions. session: "" for none."""
+def request_attributes(
+    requests: Sequence[GenerationRequest], model: str, session: str, whole: bool = True
+) -> dict[str, Any]:
+    """Return the attributes of a request's span by OpenTelemetry's GenAI conventions.
+
+    session: "" for none. whole: the requests have all that the caller sent; over gRPC only prompt and max_tokens.
+    """
     request, sampling = requests[0], requests[0].sampling
     output = "json" if request.guide is not None and request.guide.kind.startswith("json") else "text"
     found = {
-        "gen_ai.operation.name": operation(request),
+        "gen_ai.operation.name": "text_completion" if request.messages is None else "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.conversation.id": session,
         "gen_ai.output.type": output,
         "gen_ai.request.max_tokens": request.max_tokens,
-        "gen_ai.request.stream": request.stream,
+        "gen_ai.request.stream": request.stream if whole else None,
         "gen_ai.request.choice.count": len(requests),
         "gen_ai.request.seed": None if sampling.seed is None else min(sampling.seed, 2**63 - 1),
         "gen_ai.request.stop_sequences": request.stop,
     }
     for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
-        found[f"gen_ai.request.{name}"] = getattr(sampling, name)
+        found[f"gen_ai.request.{name}"] = getattr(sampling, name) if whole else None
     return {name: value for name, value in found.items() if value not in (None, "", ())}
-
-
-def operation(request: GenerationRequest) -> str:
-    """Return the conventions' name of what a request asks for."""
-    return "text_completion" if request.messages is None else "chat"
 
 
 def generation_attributes(

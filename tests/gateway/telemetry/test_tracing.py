@@ -6,8 +6,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from contract.errors import EngineFailed
-from contract.generation import Usage
-from gateway.telemetry.tracing import Tracing, end_span, generation_attributes, traceparent
+from contract.generation import GenerationRequest, Guide, Usage
+from gateway.telemetry.tracing import Tracing, end_span, generation_attributes, request_attributes, traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -35,6 +35,14 @@ def test_spans_join_the_callers_trace_and_carry_errors():
     assert dict(found["queue"].attributes) == {"attempts": 2, "error.type": "EngineFailed"}
     assert found["queue"].parent.span_id == found["chat demo"].context.span_id
     assert (found["earlier"].start_time, found["earlier"].end_time) == (1, 2)
+
+
+def test_what_the_gateway_does_not_read_of_a_request_is_not_told():
+    asked = [GenerationRequest(text_input="x", max_tokens=9, guide=Guide("json"))]
+    told = request_attributes(asked, "demo", "", whole=False)
+    assert told["gen_ai.request.max_tokens"] == 9 and told["gen_ai.output.type"] == "json"
+    assert not {"gen_ai.request.temperature", "gen_ai.request.stream", "gen_ai.conversation.id"} & told.keys()
+    assert request_attributes(asked, "demo", "", whole=True)["gen_ai.request.temperature"] == 1.0
 
 
 def test_generation_attributes_are_those_of_the_genai_conventions():
