@@ -299,7 +299,7 @@ class Service:
                 except InvalidArgument as exc:
                     raise InvalidArgument(f"models.{name}.tokenizer", exc.problem) from exc
             if rules.context is not None and context_limit(rules) is None:
-                problem = "must have a tokenizer beside it, and context_length where no manifest.json lies beside that"
+                problem = "must have a tokenizer with a chat template, and context_length or a manifest.json beside it"
                 raise InvalidArgument(f"models.{name}.context", problem)
 
     @property

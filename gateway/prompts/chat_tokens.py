@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from jinja2 import TemplateError
 
 from contract import manifest as manifests
+from contract.errors import EngineFailed, InvalidArgument
 from gateway.admission.prompt_tokens import MOST_COUNTED, load_tokenizer, size_by_bytes
 from gateway.config.policy import ModelRules
 from python_backends.tokenizer.chat_template import ChatTemplate
@@ -23,9 +25,15 @@ class ChatTokens:
     def __init__(self, tokenizer_json: Path) -> None:
         folder = tokenizer_json.parent
         self.library = load_tokenizer(tokenizer_json)
-        self.template = ChatTemplate(folder)
         has_manifest = (folder / manifests.FILE_NAME).is_file()
-        self.max_model_len = manifests.load(folder).max_seq_len if has_manifest else None
+        try:
+            self.template = ChatTemplate(folder)
+            self.max_model_len = manifests.load(folder).max_seq_len if has_manifest else None
+        except (EngineFailed, TemplateError, OSError, ValueError) as exc:
+            problem = (
+                f"must lie beside a chat template and a manifest.json that can be read, got {tokenizer_json}: {exc}"
+            )
+            raise InvalidArgument("tokenizer", problem) from exc
 
     def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text."""
@@ -57,8 +65,8 @@ def chat_tokens(tokenizer_json: Path) -> ChatTokens:
 
 
 def context_limit(rules: ModelRules) -> int | None:
-    """Return the tokens of prompt and output of a model; None if they, or its tokenizer, are not known."""
-    if rules.tokenizer is None:
+    """Return the tokens of prompt and output of a model; None if they, its tokenizer or chat template are not known."""
+    if rules.tokenizer is None or chat_tokens(rules.tokenizer).template.source is None:
         return None
     limits = [limit for limit in (rules.context_length, chat_tokens(rules.tokenizer).max_model_len) if limit]
     return min(limits, default=None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from contract.errors import InvalidArgument
 from gateway.config.policy import ModelRules
 from gateway.prompts.chat_tokens import chat_tokens, context_limit, counted
 
@@ -28,3 +31,15 @@ def test_a_limit_needs_a_tokenizer_and_a_length():
     assert context_limit(rules) is None
     assert context_limit(rules.model_copy(update={"tokenizer": TOKENIZER})) == 99
     assert context_limit(ModelRules(pools=("p",), tokenizer=TOKENIZER)) is None
+
+
+def test_what_lies_beside_a_tokenizer_must_be_readable(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    rules = ModelRules(pools=("p",), context_length=99, tokenizer=tmp_path / "tokenizer.json")
+    assert context_limit(rules) is None  # no chat template
+    for name, text in (("tokenizer_config.json", "{"), ("chat_template.jinja", "{% if"), ("manifest.json", "{}")):
+        chat_tokens.cache_clear()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InvalidArgument, match="tokenizer: must lie beside a chat template"):
+            context_limit(rules)
+        (tmp_path / name).unlink()
