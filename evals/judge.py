@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ class Said(BaseModel):
     """What the judge must answer with."""
 
     model_config = ConfigDict(extra="forbid")
-    reason: Annotated[str, Field(max_length=300)]
+    reason: Annotated[str, Field(max_length=200)]
     better: Literal["first", "second", "neither"]
 
 
@@ -89,6 +90,8 @@ def judge(
     pairs = results.pairs(baseline, candidate)
     asked = {}
     for task in tasks:
+        if task.name in pairs and task.sha256 != baseline.tasks[task.name].sha256:
+            raise InvalidArgument("folder", f"must have the task {task.name} as it was run, got another one")
         prompts = {str(case["id"]): str(case.get("prompt") or case.get("question")) for case in task.cases}
         for one, two in pairs.get(task.name, ()):
             if not one.error and not two.error and one.id in prompts:
@@ -141,10 +144,11 @@ def _asked(endpoint: Endpoint, rubric: str, prompt: str, first: str, second: str
         found = endpoint.chat(
             messages=[{"role": "user", "content": question}],
             temperature=0,
-            max_tokens=200,
+            max_tokens=300,
             response_format={"type": "json_schema", "json_schema": schema},
         )
         said = Said.model_validate_json(found.choices[0].message.content or "")
-    except (openai.OpenAIError, ValidationError):
+    except (openai.OpenAIError, ValidationError) as exc:
+        print(f"evals: the judge did not answer: {' '.join(str(exc).split())[:200]}", file=sys.stderr)
         return None
     return {"first": -1, "neither": 0, "second": 1}[said.better]

@@ -42,6 +42,7 @@ def judged(choose):
     ids = [case["id"] for case in tasks[0].cases]
     sides = [with_fields(result(instructions=[1.0] * len(ids)), output=text) for text in ("one", "two")]
     for side in sides:
+        object.__setattr__(side.tasks["instructions"], "sha256", tasks[0].sha256)
         for case, name in zip(side.tasks["instructions"].cases, ids, strict=True):
             object.__setattr__(case, "id", name)
     with answers(choose) as url:
@@ -95,3 +96,10 @@ def test_a_wrong_label_is_named_by_its_line(tmp_path):
     path.write_text("x\n")
     with pytest.raises(InvalidArgument, match="labels.jsonl:1: must be a JSON object"):
         judge.labels(path)
+
+
+def test_a_task_that_changed_since_the_run_is_named():
+    tasks = [one for one in task.read() if one.name == "instructions"]
+    made = Endpoint("http://x", "m", "key")
+    with made.client, pytest.raises(InvalidArgument, match="folder: must have the task instructions as it was run"):
+        judge.judge(made, "", *[result(instructions=[1.0])] * 2, tasks, [], 0.6)
