@@ -322,7 +322,7 @@ async def test_every_end_settles_the_permit_once():
     async with FakeReplica(lambda seen: scripts[len(settled)]) as replica:
         async with gateway(replica, config=config, environ=environ) as running:
             settle = running.service.budgets.settle
-            running.service.budgets.settle = lambda one, used: (settled.append(used), settle(one, used))
+            running.service.budgets.settle = lambda one, used, *more: (settled.append(used), settle(one, used, *more))
             await running.post(COMPLETIONS, REQUEST, **bearer)
             await running.post(COMPLETIONS, REQUEST, **bearer)
             reader, writer = await send(running, streamed(), head=f"authorization: {bearer['authorization']}\r\n")
