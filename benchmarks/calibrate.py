@@ -43,7 +43,7 @@ PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
 IN_SERVICE_S, PART = 12.0, 0.4  # of an open load, and of what the engine can do
-LEAST, MOST = 0.7, 1.6  # that it may change the designed steps by
+LEAST, MOST = 0.9, 1.4  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
 PROMPTS = "prefill_s", "prefill_token_s", "prefill_square_s"  # the terms of prompts
 

@@ -22,6 +22,7 @@ from contract.step_model import StepModel
 BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
 SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
 WINDOW_S, STREAM_S = (0.004, 0.018), 0.0011
+_PACE_STEPS = 8  # over which the mean of steps is taken
 _PART = 0.35  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 16
 
 
@@ -61,24 +62,22 @@ class Replica:
         cpu_s = step.request_cpu_s + self.shared * step.gateway_request_cpu_s
         return cpu_s / step.cores if step.cores else 0.0
 
-    def seconds(self, decoding: int, context_tokens: float, prefill_tokens: int) -> float:
-        """Return the seconds of a step, with what sending its tokens takes of the cores.
+    def seconds(self, decoding: int, context_tokens: float, prefill_tokens: int, pace_s: float = 0.0) -> float:
+        """Return the seconds of a step, with what sending its tokens takes of the cores. pace_s: of the latest steps.
 
         The tokens of all streams are sent together, once in a window (python_backends/cpu_engine/coalescing_window.py).
-        So a step that others make longer sends fewer tokens in a message, which takes more of the cores.
+        So where steps are longer than those that were calibrated, more messages of fewer tokens are sent.
         """
         step = self.step
         whole_s = step.seconds(decoding, context_tokens, prefill_tokens)
-        if not (self.shared and step.cores and decoding):
+        if not (step.cores and decoding):
             return whole_s
         window_s = max(WINDOW_S[0], min(WINDOW_S[1], decoding * STREAM_S), decoding * STREAM_S / 2)
         sent_s = (step.burst_cpu_s + decoding * step.message_cpu_s) / step.cores
         own_s = max(whole_s / 4, whole_s - sent_s / max(1.0, window_s / whole_s + _PART))
-        sent_s += (step.gateway_burst_cpu_s + decoding * step.gateway_message_cpu_s) / step.cores
-        # seconds = own_s + sent_s / (window_s / seconds + _PART), solved for the seconds.
-        half = (window_s - _PART * own_s - sent_s) / 2
-        longer_s = (math.sqrt(half * half + _PART * own_s * window_s) - half) / _PART
-        return longer_s if window_s / longer_s + _PART > 1 else own_s + sent_s
+        if self.shared:
+            sent_s += (step.gateway_burst_cpu_s + decoding * step.gateway_message_cpu_s) / step.cores
+        return own_s + sent_s / max(1.0, window_s / (pace_s or whole_s) + _PART)
 
     def whole(self, decoding: int) -> int:
         """Return the prompt tokens that a step beside streams has places for."""
@@ -161,6 +160,7 @@ class Engine:
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
         self._owed_s = 0.0  # to those that came during the span
+        self._pace_s = 0.0
         self._sent_s = 0.0
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._cached = 0
@@ -259,20 +259,25 @@ class Engine:
                 self._admit(sequence)
             heapq.heappop(self._waiting)
         if not self.running:
+            self._pace_s = 0.0
             return
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
         decoding, context, steps = self._decoding, float(self._context), 1
         parts = self._read(now_s) if self._reading else []
-        step_s = kind.seconds(decoding, context, sum(part for _, part in parts)) * self.slow
+        step_s = kind.seconds(decoding, context, sum(part for _, part in parts), self._pace_s) * self.slow
         if not parts:
             steps = max(1, self._ends[0][0] - self.steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
-            step_s = kind.seconds(decoding, context + decoding * (steps - 1) / 2, 0) * self.slow
+            if kind.step.cores:
+                steps = min(steps, _PACE_STEPS)
+            step_s = kind.seconds(decoding, context + decoding * (steps - 1) / 2, 0, self._pace_s) * self.slow
         step_s, self._owed_s = step_s + self._owed_s / steps, 0.0
         if self.noise:
             step_s *= self.rng.lognormvariate(0.0, self.noise)
+        before_s = self._pace_s or step_s
+        self._pace_s = before_s + (step_s - before_s) * min(1.0, 2 * steps / _PACE_STEPS)
         self._span, self.due_s = (now_s, steps, parts, step_s), now_s + steps * step_s
 
     def _read(self, now_s: float) -> list[tuple[Sequence, int]]:

@@ -56,20 +56,18 @@ def test_a_request_takes_its_cpu_from_those_that_run():
         serve(replica, requests)
         return [request.end_s for request in requests]
 
-    assert ends(REPLICA, 0.0) == ends(BESIDE, 0.0)  # nobody waits for it
+    assert ends(REPLICA, 0.0) == pytest.approx(ends(BESIDE, 0.0))  # nobody waits for it
     assert ends(SHARED, 0.0)[0] > ends(BESIDE, 0.0)[0]  # the gateway sends its messages
     late = ends(REPLICA, 0.0, 0.1)[0]
-    assert ends(BESIDE, 0.0, 0.1)[0] == pytest.approx(late + 0.004)
+    assert late + 0.003 <= ends(BESIDE, 0.0, 0.1)[0] <= late + 0.01
     assert ends(SHARED, 0.0, 0.1)[0] > late + 0.006
 
 
 @given(st.integers(1, 64), st.integers(0, 5000))
-def test_a_gateways_messages_make_a_step_longer_by_all_that_they_take_at_most(streams, context):
-    """Each message of one token takes the most; what a longer step sends more often counts, too."""
+def test_sending_takes_more_where_steps_are_longer_than_calibrated(streams, context):
     alone_s, shared_s = BESIDE.seconds(streams, context, 0), SHARED.seconds(streams, context, 0)
-    assert alone_s == CORES.seconds(streams, context, 0)
-    most_s = streams * 0.0002 + (0.0005 + streams * 0.0005)
-    assert alone_s < shared_s <= alone_s + most_s + 1e-12
-    same = dataclasses.replace(CORES, gateway_message_cpu_s=0.0)
-    again_s = dataclasses.replace(SHARED, step=same).seconds(streams, context, 0)
-    assert again_s == pytest.approx(alone_s, rel=0.3)
+    assert alone_s == pytest.approx(CORES.seconds(streams, context, 0))
+    assert alone_s < shared_s <= alone_s + streams * 0.0002 + 1e-12
+    slower_s = BESIDE.seconds(streams, context, 0, pace_s=10.0)  # each token in a message of its own
+    assert alone_s - 1e-12 <= slower_s <= alone_s + 0.0005 + streams * 0.0005
+    assert REPLICA.seconds(streams, context, 0, pace_s=10.0) == STEP.seconds(streams, context, 0)
