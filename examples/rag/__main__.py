@@ -68,6 +68,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 break
             await asyncio.sleep(1.0)
         index = await Index.build(client, arguments.encoder, DOCS, CACHE)
+        index.reranker = arguments.reranker
         print(f"{len(index.passages)} passages; {url}")
         delays = {name: float(seconds) for name, _, seconds in (one.partition("=") for one in arguments.delay)}
         orchestrator = Orchestrator(client, index, Tables(DOCS), arguments.models.split(","), delays)
@@ -86,7 +87,8 @@ if __name__ == "__main__":
     parser.add_argument("question", nargs="*", help="else labelled ones, with an evaluation")
     parser.add_argument("--url", help="of a gateway up to /v1, with examples/rag/prompts; else one is started")
     parser.add_argument("--models", default="smollm2,demo", help="asked at once; the best supported answer is taken")
-    parser.add_argument("--encoder", default="minilm", help="model of embeddings and rerank")
+    parser.add_argument("--encoder", default="minilm", help="model of embeddings, and of rerank too")
+    parser.add_argument("--reranker", default="", help="model of rerank, such as a cross-encoder")
     parser.add_argument("--seconds", type=float, default=30.0, help="deadline of a question")
     parser.add_argument("--tokens", type=int, default=1200, help="of prompts and outputs of a question")
     parser.add_argument("--delay", action="append", default=[], metavar="BRANCH=SECONDS", help='such as "retrieval=9"')

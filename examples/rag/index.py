@@ -63,11 +63,12 @@ def _pieces(section: str) -> Iterable[str]:
 
 @dataclass
 class Index:
-    """Passages and their vectors, of length 1. model: of the embeddings endpoint, for queries too."""
+    """Passages and their vectors, of length 1. model: of /embeddings. reranker: of /rerank, "" for the same."""
 
     passages: list[Passage]
     vectors: np.ndarray
     model: str
+    reranker: str = ""
 
     @classmethod
     async def build(cls, client: openai.AsyncOpenAI, model: str, folder: Path, cache: Path) -> Index:
@@ -91,7 +92,8 @@ class Index:
         """Return the nearest passages: four times as many by cosine, of these the best by /rerank."""
         [vector] = await _embedded(client, self.model, [query])
         nearest = [self.passages[place] for place in np.argsort(-(self.vectors @ vector))[: 4 * count]]
-        body: dict[str, object] = {"model": self.model, "query": query, "top_n": count, "truncate_prompt_tokens": -1}
+        body: dict[str, object] = {"query": query, "top_n": count, "truncate_prompt_tokens": -1}
+        body["model"] = self.reranker or self.model
         body["documents"] = [f"{one.heading}\n{one.text}" for one in nearest]
         answer = await client.post("/rerank", cast_to=dict, body=body)
         return [nearest[result["index"]] for result in answer["results"]]
