@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import openai
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract import toml_table
 from contract.errors import InvalidArgument
@@ -35,10 +35,9 @@ class Label(BaseModel):
 
 
 class Said(BaseModel):
-    """What the judge must answer with."""
+    """What the judge must answer with: no free text, whose length a grammar can only bound at a cost in each token."""
 
     model_config = ConfigDict(extra="forbid")
-    reason: Annotated[str, Field(max_length=200)]
     better: Literal["first", "second", "neither"]
 
 
@@ -144,7 +143,7 @@ def _asked(endpoint: Endpoint, rubric: str, prompt: str, first: str, second: str
         found = endpoint.chat(
             messages=[{"role": "user", "content": question}],
             temperature=0,
-            max_tokens=300,
+            max_tokens=50,
             response_format={"type": "json_schema", "json_schema": schema},
         )
         said = Said.model_validate_json(found.choices[0].message.content or "")

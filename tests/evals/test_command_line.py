@@ -103,7 +103,7 @@ def test_a_judges_verdicts_reach_the_gate_only_if_it_agrees_with_people(tmp_path
 def test_a_judge_is_asked_and_its_agreement_said(tmp_path, capsys):
     good = saved(tmp_path / "good.json", result(a=[1] * 100))
     out = tmp_path / "judged.json"
-    verdict = said('{"reason": "it is", "better": "first"}')
+    verdict = said('{"better": "first"}')
     with endpoint(lambda path, body: (200, verdict)) as url:
         assert main(["judge", good, good, "--url", url, "--model", "j", "--out", str(out)]) == 0
     assert "j agrees with 28 labels at kappa 0.00, and does not count" in capsys.readouterr().out

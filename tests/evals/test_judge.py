@@ -25,8 +25,8 @@ def answers(choose):
     """An endpoint whose judge says what ``choose`` of request, first and second answer does."""
 
     def answer(path, body):
-        assert body["response_format"]["json_schema"]["schema"]["required"] == ["reason", "better"]
-        return 200, said(json.dumps({"reason": "because", "better": choose(*parts(body))}))
+        assert body["response_format"]["json_schema"]["schema"]["required"] == ["better"]
+        return 200, said(json.dumps({"better": choose(*parts(body))}))
 
     return endpoint(answer)
 
