@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.evals,
     pytest.mark.skipif(not lm_eval_run.PYTHON.exists(), reason="lm-eval is not installed: make setup-evals"),
 ]
-TASKS = ("--tasks", "facts,prose,python,schema", "--limit", "24")
+TASKS = ("--tasks", "prose,python,schema")  # what the demo can do: it has read nothing but Python
 
 
 def run(folder: Path, *arguments: object) -> int:
@@ -31,7 +31,7 @@ def run(folder: Path, *arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Engines of the demo model and of one whose weights are a third noise, and the results of each."""
+    """Engines of the demo model and of one whose weights are two thirds noise, and the results of each."""
     folder = tmp_path_factory.mktemp("engines")
     damaged = folder / "checkpoint"
     shutil.copytree(ROOT / "build/demo_model/checkpoint", damaged)
@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
     for name, value in weights.items():
         if value.ndim == 2:
             spread = float(np.asarray(value, np.float32).std())
-            noise = rng.normal(scale=spread / 2, size=value.shape)
+            noise = rng.normal(scale=2 * spread, size=value.shape)
             weights[name] = (np.asarray(value, np.float32) + noise).astype(value.dtype)
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     assert run(folder, "build.engine", "--engine", "demo") == 0
@@ -54,7 +54,7 @@ def test_every_task_was_scored_and_the_engine_is_named(folder):
     manifest = folder / "demo" / "manifest.json"
     assert made.target.engine == "demo" and json.loads(manifest.read_text())["name"] == "demo"
     assert {name: len(results.scores(task.cases)) for name, task in made.tasks.items()} == {
-        **dict.fromkeys(("facts", "prose", "python"), 24), "schema": 12,
+        "prose": 24, "python": 40, "schema": 12,
     }  # fmt: skip
     figures = {name: results.summary(task) for name, task in made.tasks.items()}
     assert figures["python"]["score"] >= 0.5, "it has read Python"
