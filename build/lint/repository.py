@@ -9,6 +9,8 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
+from contract import packed_delta
+
 ERROR, WARNING = "error", "warning"
 
 
@@ -84,7 +86,10 @@ def config_names(folder: Path) -> list[str]:
 
 
 def read(folder: Path, config_name: str = "") -> Repository:
-    """The repository as ``--model-config-name=config_name`` makes Triton see it. FileNotFoundError if there is none."""
+    """The repository as ``--model-config-name=config_name`` makes Triton see it. FileNotFoundError if there is none.
+
+    Without the packed ensemble where the ensemble has that variant: the server does not load it then.
+    """
     models: dict[str, Model] = {}
     faults: list[Fault] = []
     for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
@@ -99,6 +104,8 @@ def read(folder: Path, config_name: str = "") -> Repository:
         else:
             models[below.name] = Model(below.name, path, config)
             faults += _file_faults(models[below.name], below)
+    if config_name and (folder / "ensemble" / "configs" / f"{config_name}.pbtxt").is_file():
+        models.pop(packed_delta.MODEL, None)
     return Repository(models, tuple(faults))
 
 
