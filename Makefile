@@ -155,13 +155,13 @@ test-fast: setup ## the tests that need no server, in three processes (some wait
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target fast-gateway fast-build fast-rest
 
 fast-gateway:
-	$(BIN)/python -m pytest $(FAST) -q tests/gateway
+	$(BIN)/python -m pytest $(FAST) -q tests/gateway tests/clients
 
 fast-build:
 	$(BIN)/python -m pytest $(FAST) -q tests/build tests/python_backends
 
 fast-rest:
-	$(BIN)/python -m pytest $(FAST) -q tests --ignore=tests/gateway --ignore=tests/build --ignore=tests/python_backends
+	$(BIN)/python -m pytest $(FAST) -q tests $(addprefix --ignore=tests/,gateway clients build python_backends)
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"

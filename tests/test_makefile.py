@@ -73,6 +73,7 @@ def test_a_model_and_a_reason_reach_the_builder_as_they_were_typed(environment_f
     assert arguments[arguments.index("--accept-quality") + 1] == text
 
 
+@pytest.mark.slow
 @given(st.text(string.printable.translate({ord(c): None for c in "\n\r\x0b\x0c"}) + "éß漢", min_size=1, max_size=20))
 @settings(max_examples=25)
 def test_any_line_of_text_is_one_argument(environment_folder, text):

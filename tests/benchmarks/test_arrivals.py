@@ -58,6 +58,7 @@ def test_the_requests_of_a_burst_come_at_the_same_instant():
     assert abs(len(at) / len(set(at)) - 5) < 0.5
 
 
+@pytest.mark.slow
 def test_phases_have_their_own_rates_one_after_the_other():
     counts = counts_per_second(Phases(((10, 100), (500, 100))))
     assert 8 < statistics.mean(counts[:100]) < 12 and 480 < statistics.mean(counts[100:]) < 520

@@ -26,6 +26,7 @@ def test_a_process_that_ends_early_is_an_error_with_its_log(tmp_path):
             child_process.first_line(child, tmp_path / "log")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_ends_with_the_run_that_is_ended_from_outside(tmp_path, ended_by):
     served = "import time; print(1, flush=True); time.sleep(600)"

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from chaos import run
 from tests.chaos.planted import DEFECTS
 
@@ -15,6 +17,7 @@ def test_a_process_that_is_gone_gets_no_signal():
     run._signal([ended.pid], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_same_scenario_of_the_same_seed_and_refuses_what_it_cannot_read():
     def show(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "chaos", "--show", *words]

@@ -42,6 +42,7 @@ async def test_closing_a_client_cancels_the_streams_that_were_sent_and_no_others
         await client.close()
 
 
+@pytest.mark.slow
 def test_other_packages_use_public_names_of_the_clients_only():
     for package in ("gateway", "server", "benchmarks", "examples"):
         for path in (ROOT / package).rglob("*.py"):

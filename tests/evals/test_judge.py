@@ -56,6 +56,7 @@ def test_the_labels_that_ship_are_balanced():
     assert all(8 <= sum(label.label == one for label in LABELS) for one in ("a", "tie", "b"))
 
 
+@pytest.mark.slow
 def test_a_judge_that_agrees_with_people_counts():
     found, sides = judged(lambda *of: wise(*of) if of[0] in RIGHT else ("first" if of[1] == "two" else "second"))
     assert (found.kappa, found.counts, found.failed) == (1.0, True, 0)
@@ -63,11 +64,13 @@ def test_a_judge_that_agrees_with_people_counts():
     assert (found.baseline_sha256, found.candidate_sha256) == (sides[0].sha256, sides[1].sha256)
 
 
+@pytest.mark.slow
 def test_a_judge_that_prefers_a_place_says_tie_and_does_not_count():
     found, _ = judged(lambda *of: "first")
     assert set(found.verdicts.values()) == {0} and found.kappa == pytest.approx(0.0) and not found.counts
 
 
+@pytest.mark.slow
 def test_a_judge_that_does_not_answer_has_no_verdict():
     with endpoint(lambda path, body: (200, said("I think the first."))) as url:
         made = Endpoint(url, "vague", "key", tries=1)

@@ -121,6 +121,7 @@ def test_a_gateway_that_is_not_there_is_named(capsys):
         run("status", "--gateway", "127.0.0.1:9")
 
 
+@pytest.mark.slow
 async def test_a_release_with_a_gate_serves_more_than_5_percent_only_after_it_passed(tmp_path: Path):
     config = "[releases.r]\nstable = 'stable'\ncandidate = 'next'\nweight = 5\ngate = 'gate.json'\n"
     async with FakeReplica() as stable, FakeReplica() as candidate:

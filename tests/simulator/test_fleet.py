@@ -8,6 +8,7 @@ from contract.errors import InvalidArgument
 from tests.simulator.test_run import POOL, simulated
 
 
+@pytest.mark.slow
 def test_the_law_starts_replicas_that_serve_when_they_are_ready():
     busy = {"arrivals": "poisson:12", "output": "60"}
     scaling = {"pools": {"main": {"max_replicas": 4, "start_s": 10.0}}}

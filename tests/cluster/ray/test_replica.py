@@ -111,6 +111,7 @@ def test_a_server_of_another_kind_is_not_adopted(tmp_path, python):
     one.__del__()
 
 
+@pytest.mark.slow
 def test_an_adopted_server_has_its_time_without_a_worker_again(tmp_path, python):
     orphan(tmp_path, python, orphan_s=1)
     orphan(tmp_path, python, orphan_s=1)  # adopts it, and dies

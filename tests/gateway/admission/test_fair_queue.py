@@ -209,6 +209,7 @@ def test_served_tokens_follow_the_weights_however_long_the_queues_are(weights: t
     assert _jain([served[tenant] / weight for tenant, weight in enumerate(weights)]) >= 0.95
 
 
+@pytest.mark.slow
 def test_short_requests_do_not_wait_while_a_tenant_floods_with_long_ones() -> None:
     short = {"chat": (2.0, 120, 100)}
     alone = _simulate(short, 600.0, slots=32, pace=100.0, most=26)

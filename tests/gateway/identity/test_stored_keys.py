@@ -101,6 +101,7 @@ async def test_names_are_of_teams_of_the_file(clock, name, problem):
             await keys.make(ALICE, "a", "caller", None)
 
 
+@pytest.mark.slow
 async def test_another_process_sees_changes_within_a_second_and_uses_are_merged(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(stored_keys, "WRITE_S", 0.0)
     path = tmp_path / "keys.sqlite"

@@ -37,6 +37,7 @@ def records(path: Path) -> list[UsageRecord]:
     return [UsageRecord(*row) for row in rows]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(KEYS), st.integers(0, 100)), max_size=30))
 def test_sums_are_those_of_the_records(tmp_path_factory: pytest.TempPathFactory, drawn: list) -> None:
     database = opened(tmp_path_factory.mktemp("db"))
