@@ -146,8 +146,10 @@ chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 
 # Where the environment forbids to store bytecode, every process that the tests start would compile the project anew.
 test test-fast search: export PYTHONDONTWRITEBYTECODE :=
-test: test-fast ## every test but those of test-build; the files with a real tritonserver two at a time
-	$(BIN)/python -m pytest -m "end_to_end or slow" -n 2 --dist loadfile
+# Three files at a time, because the slow ones wait more than they work. Every worker collects all that is named: only what has such tests.
+test: test-fast ## every test but those of test-build, also with a real tritonserver
+	$(BIN)/python -m pytest -m "end_to_end or slow" -n 3 --dist loadfile --no-loadscope-reorder \
+	  tests/end_to_end $$(grep -rlE --include='test_*.py' 'mark\.(end_to_end|slow)' tests)
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
 FAST := -m "not end_to_end and not slow and not build_env and not simulation and not evals"
@@ -165,7 +167,8 @@ fast-rest:
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"
-	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation and not evals" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation and not evals" -n 2 --hypothesis-profile=search --hypothesis-seed=$(SEED) \
+	  $$(grep -rl --include='test_*.py' hypothesis tests)
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
@@ -241,8 +244,9 @@ bench-textbook: build-engine ## a response of ours beside one of a textbook ense
 bench-cancel: build-engine ## how soon a cancel frees the engine
 	$(BIN)/python -m benchmarks cancel --engine $(call quoted,ENGINE)
 
-bench-perf-analyzer: build-engine ## Triton's own load generator, in an environment of its own
-	$(BIN)/python -m benchmarks perf-analyzer --engine $(call quoted,ENGINE)
+bench-perf-analyzer: build-engine ## our load generator beside Triton's own, streamed and not
+	$(BIN)/python -m benchmarks clients --only perf_analyzer --engine $(call quoted,ENGINE)
+	$(BIN)/python -m benchmarks clients --only perf_analyzer --engine $(call quoted,ENGINE) --unary
 
 bench-gateway: build-engine ## what the gateway adds and withstands, beside Envoy, LiteLLM and plain relays
 	$(BIN)/python -m benchmarks gateway
@@ -250,14 +254,15 @@ bench-gateway: build-engine ## what the gateway adds and withstands, beside Envo
 bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers serve, on the same weights
 	$(BIN)/python -m benchmarks peers
 
-bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI endpoint
-	$(BIN)/python -m benchmarks aiperf --engine $(call quoted,ENGINE)
+bench-aiperf: build-engine ## our load generator beside NVIDIA's AIPerf, at the OpenAI endpoint
+	$(BIN)/python -m benchmarks clients --only AIPerf --engine $(call quoted,ENGINE)
 
 bench-clients: build-engine ## our load generator beside perf_analyzer and AIPerf: do they agree?
 	$(BIN)/python -m benchmarks clients --engine $(call quoted,ENGINE)
 
-bench-all: build-engine $(VENV)/.bench-installed ## every table in an hour at most; QUICK=1: five minutes, ONLY=PART,…, OUT=FOLDER, KEEP=1
+bench-all: build-engine $(VENV)/.bench-installed ## every table in BUDGET=MINUTES (60; QUICK=1: 5); CHECKPOINT=FOLDER of a real model, ONLY=PART,…, OUT=FOLDER, KEEP=1
 	$(BIN)/python -m benchmarks all $(if $(QUICK),--quick) $(if $(KEEP),--keep) \
+	  $(if $(BUDGET),--budget $(call quoted,BUDGET)) $(if $(CHECKPOINT),--model $(call quoted,CHECKPOINT)) \
 	  $(if $(ONLY),--only $(call quoted,ONLY)) $(if $(OUT),--out $(call quoted,OUT))
 
 $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt

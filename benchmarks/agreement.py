@@ -1,38 +1,53 @@
 """Compare our load generator with NVIDIA's perf_analyzer and AIPerf: the same load, server and machine, in turns.
 
-perf_analyzer and ours send the same prompts over gRPC to the ensemble; AIPerf and ours send prompts of equal length
-over HTTP to the gateway. A figure agrees if the clients' medians differ by no more than their own rounds do.
+perf_analyzer and ours load the ensemble over gRPC, AIPerf and ours the gateway over HTTP, with prompts of equal length
+that the server has not seen. A figure agrees if the clients' medians differ by no more than their own rounds do. A
+client that takes much CPU takes it from a server on the same cores: the table tells how much.
 """
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import json
-import os
-import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from benchmarks import aiperf, environments, figures, machine, peer_servers, perf_analyzer, report
-from benchmarks.driver import Extent, drive
+from benchmarks import aiperf, figures, machine, peer_servers, perf_analyzer, report
+from benchmarks.arrivals import Arrival, Trace
+from benchmarks.driver import Extent, LoadResult, drive
 from benchmarks.lengths import Fixed
 from benchmarks.openai_target import OpenAITarget
+from benchmarks.other_clients import TOKENS, Found, Tool
 from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
-from contract.errors import EngineFailed, NotFound
+from contract.errors import EngineFailed, InvalidArgument, NotFound
 
-TOKENS = (128, 64)  # of a prompt and of an answer
 WARMUP = 4  # requests before the first round
+CPU = "CPU of the client, s"  # its start included; not compared
 PERF_ANALYZER, AIPERF = "perf_analyzer", "AIPerf"
-FIGURES = ("requests/s", "latency p50, ms", "TTFT p50, ms")
-Found = dict[str, float]  # by the figure's name
-Client = Callable[[int, int], Found]  # measures one closed load: requests in flight, requests
+# Streams at once, where a client has a core of two for itself: AIPerf's processes take that much for a few streams.
+STREAMS = {PERF_ANALYZER: (1, 8, 32), AIPERF: (1, 4)}
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A load: so many streams at once, or so many requests per second at even distances."""
+
+    streams: int | None = None
+    per_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.per_s:g} a second" if self.per_s else f"{self.streams} at once"
+
+    def workload(self, requests: int, stream: bool, seed: int) -> Workload:
+        evenly = Trace(tuple(Arrival(n / self.per_s) for n in range(requests))) if self.per_s else None
+        lengths = Fixed(TOKENS[0]), Fixed(TOKENS[1])
+        return Workload(None if self.per_s else self.streams, evenly, *lengths, stream=stream, seed=seed)
 
 
 @dataclass
@@ -40,13 +55,13 @@ class Comparison:
     """One load by our client and by another. ours, theirs: each figure's value in every round."""
 
     client: str
-    concurrency: int
+    load: str
     ours: dict[str, list[float]] = field(default_factory=dict)
     theirs: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, ours: Found, theirs: Found) -> None:
         """Add a round: the figures that both have."""
-        for name in theirs:
+        for name in (name for name in theirs if name in ours):
             self.ours.setdefault(name, []).append(ours[name])
             self.theirs.setdefault(name, []).append(theirs[name])
 
@@ -58,124 +73,113 @@ class Comparison:
         """Return by how much the rounds of either client differ."""
         return max(figures.noise(values) for values in (self.ours[name], self.theirs[name]))
 
-    def agrees(self, name: str) -> bool:
-        ratio = self.ratio(name)
-        return max(ratio, 1 / ratio) - 1 <= self.noise(name)
+    def apart(self, name: str) -> float:
+        """Return by which factor their medians differ, less 1."""
+        return max(ratio := self.ratio(name), 1 / ratio) - 1
+
+    def goals(self) -> list[report.Goal]:
+        names = [name for name in self.theirs if name != CPU]
+        return [
+            report.at_most(f"{self.client}, {self.load}: {name} apart", self.apart(name), self.noise(name))
+            for name in names
+        ]
 
 
-class GivenPrompts:
-    """A source of prompts that draws from those of perf_analyzer's input file."""
+def ours(target: Target, prompts: PromptSource, workload: Workload, requests: int) -> Found:
+    """Return the figures of one load by our generator. Raises EngineFailed if a request fails."""
 
-    def __init__(self, file: Path) -> None:
-        self._texts = [one["text_input"][0] for one in json.loads(file.read_text())["data"]]
-
-    def text(self, rng: random.Random, tokens: int, prefix: str = "") -> str:
-        return rng.choice(self._texts)
-
-
-def ours(target: Target, prompts: PromptSource, concurrency: int, requests: int, seed: int) -> Found:
-    """Return the figures of one closed load by our generator. Raises EngineFailed if a request fails."""
-
-    async def send() -> Found:
-        workload = Workload(concurrency, None, Fixed(TOKENS[0]), Fixed(TOKENS[1]), seed=seed)
+    async def send() -> LoadResult:
         try:
-            result = await drive(workload, target, prompts, Extent(None, 0.0, requests))
+            return await drive(workload, target, prompts, Extent(None, 0.0, requests))
         finally:
             await target.close()
-        records = result.records
-        if failed := [record.error for record in records if not record.ok]:
-            raise EngineFailed(f"{len(failed)} requests failed, the first with {failed[0]}")
-        wall_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)
-        latency = figures.spread([record.ended_s - record.sent_s for record in records])
-        ttft = figures.spread([record.ttft_from_send_s or 0.0 for record in records])
-        values = len(records) / wall_s, 1e3 * latency.p50, 1e3 * ttft.p50
-        return dict(zip(FIGURES, values, strict=True))
 
-    return asyncio.run(send())
-
-
-def by_perf_analyzer(url: str, made: environments.Environment, out: Path) -> Client:
-    """Return what measures one closed load of so many requests with perf_analyzer."""
-    environ = perf_analyzer.variables(made)
-
-    def measure(concurrency: int, requests: int) -> Found:
-        load, path = ["--concurrency-range", str(concurrency)], out / "perf_analyzer"
-        argv = perf_analyzer.command(made.program("perf_analyzer"), url, "streaming", load, path, requests)
-        _checked(PERF_ANALYZER, argv, path.with_suffix(".txt"), environ)
-        with path.with_suffix(".csv").open(newline="") as file:
-            row = next(csv.DictReader(file))
-        values = float(row["Inferences/Second"]), float(row["p50 latency"]) / 1e3
-        return dict(zip(FIGURES[:2], values, strict=True))
-
-    return measure
+    records = (result := asyncio.run(send())).records
+    if failed := [record.error for record in records if not record.ok]:
+        raise EngineFailed(f"{len(failed)} requests failed, the first with {failed[0]}")
+    window = min(record.sent_s for record in records), max(record.ended_s for record in records)
+    found = figures.compute(records, window)
+    values = {"requests/s": found.requests_per_s, "tokens/s": found.output_tokens_per_s}
+    values |= {f"{name} p50, ms": 1e3 * of.p50 for name, of in (("TTFT", found.ttft_s), ("latency", found.latency_s))}
+    # As AIPerf has it: of a request, not of a token.
+    itl = figures.spread([(record.ended_s - (record.first_s or 0.0)) / max(1, record.tokens - 1) for record in records])
+    return values | {"ITL p50, ms": 1e3 * itl.p50, CPU: sum(use.cpu_s for use in result.generators)}
 
 
-def by_aiperf(url: str, engine: str, out: Path) -> Client:
-    """Return what measures one closed load of so many requests with AIPerf."""
-    environ = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    names = {"request_throughput": "avg", "request_latency": "p50", "time_to_first_token": "p50"}
+def run(
+    clients: Sequence[str],
+    engine: str,
+    url: str,
+    streams: Sequence[int],
+    rates: Sequence[float],
+    requests: int,
+    rounds: int,
+    unary: bool,
+    out: Path,
+) -> int:
+    """Measure, print, write clients.json. Returns 1 if none of the other clients can run here.
 
-    def measure(concurrency: int, requests: int) -> Found:
-        load = ["--concurrency", str(concurrency), "--request-count", str(requests)]
-        argv = aiperf.command(url, engine, ENGINES / engine, load, TOKENS, out / "aiperf")
-        _checked(AIPERF, argv, out / "aiperf.txt", environ)
-        table = json.loads(next((out / "aiperf").rglob(aiperf.RESULT)).read_text())
-        values = [float(table[name][kind]) for name, kind in names.items()]
-        return dict(zip(FIGURES, values, strict=True))
-
-    return measure
-
-
-def _checked(tool: str, argv: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
-    """Run a tool. Raises EngineFailed with the end of its output."""
-    if failures := environments.measure(tool, [("load", argv, log)], environ):
-        raise EngineFailed(f"{tool}: {failures[0]}; see {log}")
-
-
-def run(engine: str, concurrencies: Sequence[int], requests: int, rounds: int, out: Path) -> int:
-    """Measure, print, write clients.json. Returns 1 if none of the other clients can run here."""
-    out.mkdir(parents=True, exist_ok=True)
+    url: HOST:PORT of a server of the engine that runs already, for perf_analyzer, or http://HOST:PORT of a gateway, for
+        AIPerf; "" starts them.
+    streams, rates: loads; no streams: those of STREAMS.
+    unary: answers that are not streamed, which AIPerf is not asked for.
+    """
+    if unknown := set(clients) - STREAMS.keys():
+        raise InvalidArgument("only", f"must be of {', '.join(STREAMS)}, got {min(unknown)!r}")
     conditions, skipped = machine.described(), dict[str, str]()
     found: list[Comparison] = []
     print(report.on(conditions), flush=True)
+    prompts = Prompts.for_engine(ENGINES / engine)
 
-    def compare(client: str, target: Callable[[], Target], prompts: PromptSource, theirs: Client) -> None:
-        ours(target(), prompts, 1, WARMUP, 0)
-        for concurrency in concurrencies:
-            count, one = max(requests, 4 * concurrency), Comparison(client, concurrency)
-            for n in range(rounds):
-                one.add(ours(target(), prompts, concurrency, count, 1000 * n + concurrency), theirs(concurrency, count))
+    def compare(target: Callable[[], Target], tool: Tool) -> None:
+        ours(target(), prompts, Offered(1).workload(WARMUP, not unary, 0), WARMUP)
+        loads = [*map(Offered, streams or STREAMS[tool.name]), *(Offered(per_s=rate) for rate in rates)]
+        for load in loads:
+            options = (
+                [tool.rate, f"{load.per_s:g}", *tool.evenly] if load.per_s else [tool.concurrency, f"{load.streams}"]
+            )
+            count, one = max(requests, 2 * (load.streams or 1)), Comparison(tool.name, str(load))
             found.append(one)
-            print(described([one]), flush=True)  # a run that is cut off has shown what it measured
+            for n in range(rounds):
+                seed = 1000 * n + (load.streams or 500)
+                mine = ours(target(), prompts, load.workload(count, not unary, seed), count)
+                before_s = machine.children_s()
+                theirs = tool.measure(options, count, seed, out / tool.name / f"{load}-{n}".replace(" ", "-"))
+                one.add(mine, theirs | {CPU: machine.children_s() - before_s})
+            print(described([one]), flush=True)
+            keep()
 
-    try:
-        made = perf_analyzer.environment()
-        made.ensure()
-        with running_server(engine) as server:
-            theirs = by_perf_analyzer(server.url, made, out)
-            given = GivenPrompts(perf_analyzer.INPUTS / "streaming.json")
-            compare(PERF_ANALYZER, lambda: EnsembleTarget(server.url, timings=False), given, theirs)
-    except (NotFound, EngineFailed) as error:
-        skipped[PERF_ANALYZER] = str(error)
-    try:
-        aiperf.ENVIRONMENT.ensure()
-        with ExitStack() as stack:
-            url = stack.enter_context(peer_servers.gateway(engine))
-            prompts = Prompts.for_engine(ENGINES / engine)
-            theirs = by_aiperf(url, engine, out)
-            compare(AIPERF, lambda: OpenAITarget(url, engine, {"ignore_eos": True}), prompts, theirs)
-    except (NotFound, EngineFailed) as error:
-        skipped[AIPERF] = str(error)
-    for client, reason in skipped.items():
-        print(f"  skipped: {client}: {reason}")
-    table: dict[str, object] = {
-        "conditions": conditions,
-        "comparisons": [asdict(one) for one in found],
-        "skipped": skipped,
-    }
-    table["compared"] = compared(found)
-    report.write_json(table, out, "clients")
-    return 0 if found else 1
+    def by_perf_analyzer(stack: ExitStack) -> None:
+        server = url or stack.enter_context(running_server(engine)).url
+        target = partial(EnsembleTarget, server, timings=False, model="ensemble")
+        compare(target, perf_analyzer.tool(server, prompts, not unary))
+
+    def by_aiperf(stack: ExitStack) -> None:
+        if unary:
+            raise NotFound("it is compared on streams only")
+        gateway = url or stack.enter_context(peer_servers.gateway(engine))
+        target = partial(OpenAITarget, gateway, engine, peer_servers.WITH_USAGE)
+        compare(target, aiperf.tool(gateway, engine, ENGINES / engine))
+
+    def keep() -> None:
+        """Write what was measured so far: a run that is cut off has kept it."""
+        whole = [one for one in found if one.theirs]
+        table = {"conditions": conditions, "comparisons": [asdict(one) for one in whole], "compared": compared(whole)}
+        goals = [goal for one in whole for goal in one.goals()]
+        notes = [f"skipped: {client}: {reason}" for client, reason in skipped.items()]
+        report.write_json(table | {"goals": goals, "notes": notes + shares(whole)}, out, "clients")
+
+    for client, measure in ((PERF_ANALYZER, by_perf_analyzer), (AIPERF, by_aiperf)):
+        if client not in clients or (url and url.startswith("http") != (client == AIPERF)):
+            continue
+        try:
+            with ExitStack() as stack:
+                measure(stack)
+        except (NotFound, EngineFailed) as error:
+            skipped[client] = str(error)
+            print(f"  skipped: {client}: {error}", flush=True)
+    keep()
+    return 0 if any(one.theirs for one in found) else 1
 
 
 def described(found: Sequence[Comparison]) -> str:
@@ -183,18 +187,28 @@ def described(found: Sequence[Comparison]) -> str:
     for one in found:
         for name in one.theirs:
             medians = (f"{statistics.median(of[name]):.1f}" for of in (one.ours, one.theirs))
-            verdict = f"{one.ratio(name):.3f}", f"{one.noise(name):.0%}", "yes" if one.agrees(name) else "NO"
-            rows.append((f"{one.client}, {one.concurrency}: {name}", *medians, *verdict))
-    header = ("client, streams: figure", "ours", "theirs", "theirs/ours", "noise", "agree within noise")
+            agree = "" if name == CPU else "yes" if one.apart(name) <= one.noise(name) else "NO"
+            verdict = f"{one.ratio(name):.3f}", f"{one.noise(name):.0%}", agree
+            rows.append((f"{one.client}, {one.load}: {name}", *medians, *verdict))
+    header = ("client, load: figure", "ours", "theirs", "theirs/ours", "noise", "agree within noise")
     return report.table(rows, header)
+
+
+def shares(found: Sequence[Comparison]) -> list[str]:
+    """Say what CPU the clients took."""
+    medians = [(one, statistics.median(one.ours[CPU]), statistics.median(one.theirs[CPU])) for one in found]
+    return [
+        f"{one.client}, {one.load}: {theirs:.1f} s of CPU, its start included; ours {ours:.1f}"
+        for one, ours, theirs in medians
+    ]
 
 
 def compared(found: Sequence[Comparison]) -> dict[str, dict[str, object]]:
     """Return how far the clients are apart, by figure, for ``benchmarks.suite``."""
-    apart: dict[str, dict[str, object]] = {}
+    apart: dict[str, list[float]] = {}
     for one in found:
-        for name in one.theirs:
+        for name in (name for name in one.theirs if name != CPU):
             pairs = [theirs / mine for theirs, mine in zip(one.theirs[name], one.ours[name], strict=True)]
-            label = f"clients apart, factor: {one.client}, {one.concurrency}, {name}"
-            apart[label] = {"better": "lower", "values": [max(ratio, 1 / ratio) for ratio in pairs]}
-    return apart
+            label = f"clients apart, factor: {one.client}, {name.removesuffix(', ms')}, {one.load}"
+            apart[label] = [max(ratio, 1 / ratio) for ratio in pairs]
+    return figures.compared(figures.LOWER, apart)

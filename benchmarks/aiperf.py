@@ -1,84 +1,51 @@
-"""Run NVIDIA's AIPerf against the gateway's OpenAI endpoint.
+"""NVIDIA's AIPerf against an OpenAI endpoint, in an environment of its own.
 
-It is installed into an environment of its own on first use. It needs no model hub: the tokenizer is the engine's own,
-and the prompts are AIPerf's synthetic ones. Answers have a fixed length (``ignore_eos``).
+It needs no model hub: the tokenizer is the engine's own, and the prompts are AIPerf's synthetic ones. Answers have a
+fixed length (``ignore_eos``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.environments import Environment, loads, measure, report_of
+from benchmarks.environments import Environment
+from benchmarks.other_clients import TOKENS, Found, Tool
 
 ENVIRONMENT = Environment("aiperf", (("aiperf==0.13.0",),))
 RESULT = "profile_export_aiperf.json"
-# AIPerf's name of a metric → (ours, its statistics).
-_COLUMNS = {
-    "request_throughput": ("requests/s", ("avg",)),
-    "output_token_throughput": ("tok/s", ("avg",)),
-    "time_to_first_token": ("TTFT ms", ("p50", "p95")),
-    "inter_token_latency": ("ITL ms", ("p50", "p95")),
-    "request_latency": ("e2e ms", ("p50", "p95")),
+# Our name of a figure → AIPerf's metric and statistic.
+_FIGURES = {
+    "requests/s": ("request_throughput", "avg"),
+    "tokens/s": ("output_token_throughput", "avg"),
+    **{f"TTFT {q}, ms": ("time_to_first_token", q) for q in ("p50", "p95")},
+    **{f"ITL {q}, ms": ("inter_token_latency", q) for q in ("p50", "p95")},
+    **{f"latency {q}, ms": ("request_latency", q) for q in ("p50", "p95")},
+    "failed": ("error_request_count", "avg"),
 }
 
 
-def command(
-    url: str, model: str, tokenizer: Path, load: Sequence[str], tokens: tuple[int, int], out: Path
-) -> list[str]:
-    """Return one run's argv.
-
-    load: the options for concurrency or request rate, and the number of requests.
-    tokens: of a prompt and of an answer.
-    """
-    return [
-        *(str(ENVIRONMENT.program("aiperf")), "profile", "--model", model, "--url", url),
-        *("--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer)),
-        *("--isl", str(tokens[0]), "--osl", str(tokens[1]), "--extra-inputs", json.dumps({"ignore_eos": True})),
-        *("--random-seed", "0", "--use-server-token-count", "--use-legacy-max-tokens"),
-        *load,
-        *("--artifact-dir", str(out), "--ui", "none"),
-    ]
-
-
-def run(
-    url: str,
-    model: str,
-    tokenizer: Path,
-    concurrencies: Sequence[int],
-    rates: Sequence[float],
-    requests: int,
-    out: Path,
-    tokens: tuple[int, int] = (128, 64),
-) -> int:
-    """Run every load; print a table, leave AIPerf's own files in ``out``. Raises NotFound if it cannot be installed."""
+def tool(url: str, model: str, tokenizer: Path) -> Tool:
+    """Return AIPerf for an endpoint, installed if needed. Raises NotFound."""
     ENVIRONMENT.ensure()
-    runs, poisson = [], ("--arrival-pattern", "poisson")
-    for name, load, least in loads(concurrencies, rates, "--concurrency", "--request-rate", *poisson):
-        folder = out / name.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        count = ["--request-count", str(max(requests, 2 * least))]
-        runs.append((name, command(url, model, tokenizer, [*load, *count], tokens, folder), folder / "aiperf.txt"))
-    # HF_HUB_OFFLINE makes its tokenizer loader refuse a local folder.
-    failures = measure("AIPerf", runs, {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"})
-    written = [(name, next(log.parent.rglob(RESULT), None)) for name, _, log in runs]
-    rows = [(name, *read(path)) for name, path in written if path is not None]
-    return report_of("AIPerf", rows, (*header(), "failed"), failures, out)
+
+    def command(load: Sequence[str], requests: int, seed: int, folder: Path) -> list[str]:
+        return [
+            *(str(ENVIRONMENT.program("aiperf")), "profile", "--model", model, "--url", url),
+            *("--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer)),
+            *("--isl", str(TOKENS[0]), "--osl", str(TOKENS[1]), "--extra-inputs", json.dumps({"ignore_eos": True})),
+            *("--random-seed", str(seed), "--use-server-token-count", "--use-legacy-max-tokens"),
+            *(*load, "--request-count", str(requests), "--artifact-dir", str(folder), "--ui", "none"),
+        ]
+
+    online = {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""}  # else it refuses a local folder
+    evenly = ("--arrival-pattern", "constant")
+    return Tool("AIPerf", "--concurrency", "--request-rate", evenly, command, read, online)
 
 
-def header() -> list[str]:
-    return [f"{name} {kind}" if kind != "avg" else name for name, kinds in _COLUMNS.values() for kind in kinds]
-
-
-def read(path: Path) -> list[str]:
-    """Return a row of AIPerf's JSON in our columns; "-" for what it did not measure."""
-    table = json.loads(path.read_text())
-    cells = [
-        report.number(float((table.get(metric) or {}).get(kind, "nan")), 1)
-        for metric, (_, kinds) in _COLUMNS.items()
-        for kind in kinds
-    ]
-    return [*cells, str(int((table.get("error_request_count") or {}).get("avg", 0)))]
+def read(folder: Path) -> Found:
+    """Return the figures that AIPerf wrote. Raises IndexError if it wrote none."""
+    table = json.loads(sorted(folder.rglob(RESULT))[0].read_text())
+    measured = {name: (table.get(metric) or {}).get(kind) for name, (metric, kind) in _FIGURES.items()}
+    return {name: float(value) for name, value in measured.items() if value is not None}

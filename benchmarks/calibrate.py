@@ -10,18 +10,22 @@ written: a run that was interrupted goes on.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import json
+import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import beside, lengths, progress, report, scrape
+import numpy as np
+
+from benchmarks import beside, figures, lengths, progress, report, scrape
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent, drive
 from benchmarks.measurement import ServerUnderTest
@@ -42,35 +46,50 @@ MOST_CONTEXT = 4096  # tokens of all prompts of a trial: more would take longer 
 PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
-IN_SERVICE_S, PART = 12.0, 0.4  # of an open load, and of what the engine can do
-LEAST, MOST = 0.9, 1.4  # that it may change the designed steps by
+IN_SERVICE_S, PART = 12.0, 0.5  # of an open load, and of what the engine can do
+LEAST, MOST = 0.5, 2.0  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
+BUSY, FEW_DRAFTS, QUIET, RETRY = 4, 3, 2, 16  # of python_backends/cpu_engine/drafting.py, FEW_DRAFTS is SHORT there
+TEXTS, TEXT = 24, 128  # requests whose acceptance is measured, and tokens of each
+TEXTS_S = 20.0  # after which half of them suffice
+DRAFTED = "trident_speculative"  # counters of the engine
 PROMPTS = "prefill_s", "prefill_token_s", "prefill_square_s"  # the terms of prompts
 
 
 @dataclass(frozen=True)
 class Trial:
-    """sequences: that decode. prompt: tokens of each. prefill: tokens of the prompts read beside them; 0: none."""
+    """sequences: that decode. prompt: tokens of each. prefill: tokens of the prompts read beside them; 0: none.
+    draft_tokens: of a step of all sequences; 0: they are decoded plainly."""
 
     sequences: int
     prompt: int
     prefill: int
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one trial measured. request_s: a request's time outside the engine's steps, of prompts alone; else None."""
+    """What one trial measured.
+
+    request_s: a request's time outside the engine's steps, of prompts alone; else None.
+    sent: times that tokens were sent, for each step.
+    stretches: of requests that were drafted for alone, the acceptance of each (``StepModel.acceptance``).
+    """
 
     trial: Trial
     point: Point
     request_s: float | None = None
+    sent: float = 0.0
+    stretches: list[list[float]] = field(default_factory=list)
 
 
 def design(engine: EngineManifest) -> list[Trial]:
     """Return the trials: decoding at doubling numbers of sequences with short and long contexts, prompts of several
-    lengths alone and beside streams."""
+    lengths alone and beside streams, and few sequences with drafts where the engine drafts."""
     cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
     levels = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < engine.max_batch_size] + [engine.max_batch_size]
+    if engine.draft_tokens:  # fewer are drafted for again
+        levels = [n for n in levels if n > QUIET] or levels
     trials = [Trial(n, SHORT, 0) for n in levels]
     for n in levels:
         longest = min(engine.max_seq_len // 2, MOST_CONTEXT // n, cache // (2 * n))
@@ -78,24 +97,30 @@ def design(engine: EngineManifest) -> list[Trial]:
             trials.append(Trial(n, longest, 0))
     most = min(engine.max_num_tokens, engine.max_seq_len // 2)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
-    for n in (4, 16, 32):
+    for n in (2 * BUSY if engine.draft_tokens else BUSY, 16, 32):
         # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
         if n < engine.max_batch_size and n + 2 * SHORT <= most:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
-    return trials
+    drafted: list[Trial] = []
+    if most := engine.draft_tokens:  # the first sequence has the most, and those beside it a few (drafting.py)
+        few = [n for n in (1, 2, BUSY) if n <= engine.max_batch_size]
+        drafted = [Trial(n, ANSWER, 0, most + (n - 1) * min(most, FEW_DRAFTS)) for n in few]
+    # These first: the beginnings of answers, of which little is accepted, are all that is drafted for in the others.
+    return drafted + trials
 
 
 class Experiment:
     """Runs trials on one replica, unless they were measured before.
 
     key: manifest_sha256 and machine, of a StepModel. path: of the file that keeps the outcomes, a line for each; those
-    of other keys are left out.
+    of other keys are left out. drafted: returns the steps of sequences with drafts so far, and the accepted ones.
     """
 
     def __init__(
         self, engine: EngineManifest, key: dict[str, str], target: Target, prompts: PromptSource, path: Path
     ) -> None:
         self._engine, self._key, self._target, self._prompts, self._path = engine, key, target, prompts, path
+        self.drafted: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self._rng = random.Random(time.time_ns())  # no prompt may be in the prefix cache from an earlier run
         self._number = 0
         self.outcomes = self._read()
@@ -125,7 +150,8 @@ class Experiment:
                 if time.monotonic() > until_s:
                     return
                 progress.show(f"round {round_ + 1} of {rounds}, trial {number} of {len(trials)}: {trial}")
-                outcome = await (self._prefill(trial) if trial.prefill else self._decode(trial))
+                measure = self._prefill if trial.prefill else self._draft if trial.draft_tokens else self._decode
+                outcome = await measure(trial)
                 self.outcomes.append(outcome)
                 with self._path.open("a") as file:
                     file.write("\n" + json.dumps(self._key | asdict(outcome)))
@@ -136,13 +162,50 @@ class Experiment:
         first_steps = trial.sequences * trial.prompt // self._engine.max_num_tokens + 1
         room = self._engine.max_seq_len - trial.prompt - 8
         tokens = min(room, min(ANSWER, max(24, round(WINDOW_S / step_s))) + first_steps)
-        points = []
-        for _ in range(max(1, min(PROBES, round(WINDOW_S / (tokens * step_s))))):
+        points: list[tuple[Point, float]] = []
+        while len(points) < max(1, min(PROBES, round(WINDOW_S / (tokens * step_s)))):
             await asyncio.sleep(PAUSE_S)
-            points.append(
-                decoding(await asyncio.gather(*(self._send(trial.prompt, tokens) for _ in range(trial.sequences))))
-            )
-        return Outcome(trial, sorted(points, key=lambda point: point.seconds)[len(points) // 2])
+            # Beside so many no request is drafted for, and those that are left of them are not either.
+            others = max(0, BUSY + 1 - trial.sequences) if self._engine.draft_tokens else 0
+            longer = min(room, tokens + SHORT * (others > 0))
+            sends = [self._send(trial.prompt, longer) for _ in range(trial.sequences)]
+            sends += [self._send(SHORT, SHORT) for _ in range(others)]
+            records = await asyncio.gather(*sends)
+            try:
+                points.append(decoding(records[: trial.sequences], records[trial.sequences :]))
+            except EngineFailed:  # the first one ended while prompts were still read
+                if tokens == room:
+                    raise
+                tokens = min(room, 2 * tokens)
+        point, sent = sorted(points, key=lambda one: one[0].seconds)[len(points) // 2]
+        return Outcome(trial, point, sent=sent)
+
+    async def _draft(self, trial: Trial) -> Outcome:
+        """Measure steps that draft for the few requests that there are, and, of one, what is accepted.
+
+        Where it rejected the drafts of earlier trials, the engine drafts for no more than one request in RETRY until it
+        accepts some; a request without drafts tells nothing of them.
+        """
+        alone, began_s = trial.sequences == 1, time.monotonic()
+        measured: list[tuple[Point, float, list[float]]] = []
+        drafted: list[tuple[Point, float, list[float]]] = []
+        count, tokens = TEXTS if alone else PROBES, min(TEXT, self._engine.max_seq_len // 2) if alone else ANSWER
+        while len(drafted) < count and len(measured) < count + RETRY:
+            if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
+                break
+            before = self.drafted()
+            records = await asyncio.gather(*(self._send(trial.prompt, tokens) for _ in range(trial.sequences)))
+            await asyncio.sleep(2 * PAUSE_S)  # the metrics are told ten times a second
+            steps, accepted = (now - then for now, then in zip(self.drafted(), before, strict=True))
+            per_step = 1 + accepted / max(1, steps)
+            point, sent = decoding(records)
+            told = {"seconds": point.seconds * per_step, "draft_tokens": trial.draft_tokens * (steps > 0)}
+            text = stretches(records[0].messages, steps, self._engine.draft_tokens)
+            measured.append((dataclasses.replace(point, **told), sent * per_step, text))
+            drafted += measured[-1:] if steps > 0 else []
+        known = drafted or measured
+        point, sent, _ = sorted(known, key=lambda one: one[0].seconds)[len(known) // 2]
+        return Outcome(trial, point, sent=sent, stretches=[text for *_, text in known] if alone else [])
 
     def _guess_s(self, trial: Trial) -> float:
         """Return the seconds of a step, by the nearest trial so far."""
@@ -156,7 +219,7 @@ class Experiment:
         longest = min(engine.max_seq_len, (cache - engine.max_seq_len) // n if n else engine.max_seq_len) - trial.prompt
         streams = [Record(index, time.monotonic()) for index in range(n)]
         tasks = [asyncio.create_task(self._send(trial.prompt, longest - 8, record)) for record in streams]
-        points: list[Point] = []
+        points: list[tuple[Point, float]] = []
         requests_s: list[float] = []
         try:
             await self._begun(streams, tasks)
@@ -167,15 +230,17 @@ class Experiment:
                 context = sum(trial.prompt + stream.tokens for stream in streams)
                 if record.timings is None:
                     raise EngineFailed("the server sent no timings; only engines of Trident's own models do")
-                step_s = (record.timings.first_token_ns - record.timings.first_scheduled_ns) / 1e9
-                points.append(Point(n, context, record.input_tokens, step_s))
+                begin_s, end_s = record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9
+                step_s = end_s - begin_s
+                sent = sum(begin_s <= at_s < end_s for stream in streams for at_s, _ in stream.messages) / max(1, n)
+                points.append((Point(n, context, record.input_tokens, step_s), sent))
                 requests_s.append((record.ttft_from_send_s or 0.0) - step_s)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        middle = sorted(points, key=lambda point: point.seconds)[len(points) // 2]
-        return Outcome(trial, middle, None if n else statistics.median(requests_s))
+        point, sent = sorted(points, key=lambda one: one[0].seconds)[len(points) // 2]
+        return Outcome(trial, point, None if n else statistics.median(requests_s), sent)
 
     async def _begun(self, streams: list[Record], tasks: list[asyncio.Task[Record]]) -> None:
         """Wait until all streams have a token. Raises EngineFailed."""
@@ -197,32 +262,40 @@ class Experiment:
         return record
 
 
-def decoding(records: list[Record]) -> Point:
-    """Return the mean step of streams from the last one's first token to the first one's end.
+def decoding(records: list[Record], others: list[Record] | None = None) -> tuple[Point, float]:
+    """Return the mean step of streams from the last one's first token to the first one's end, and how many times tokens
+    were sent for each step. others: that have to end before it.
 
     Raises EngineFailed: they had no time together.
     """
     begin_s, end_s = max(r.messages[0][0] for r in records), min(r.messages[-1][0] for r in records)
-    spans_s, tokens, context = 0.0, 0, 0.0
+    begin_s = max([begin_s, *(other.ended_s for other in others or ())])
+    spans_s, tokens, messages, context = 0.0, 0, 0, 0.0
     for record in records:
         before = sum(count for at_s, count in record.messages if at_s < begin_s)
         inside = [(at_s, count) for at_s, count in record.messages if begin_s <= at_s <= end_s]
         generated = sum(count for _, count in inside[1:])
         if generated:
             spans_s, tokens = spans_s + inside[-1][0] - inside[0][0], tokens + generated
+            messages += len(inside) - 1
         context += record.input_tokens + before + generated / 2
     if not tokens:
         raise EngineFailed("the streams of a trial did not decode together; the replica may be busy with others")
-    return Point(len(records), context, 0, spans_s / tokens)
+    return Point(len(records), context, 0, spans_s / tokens), messages / tokens
 
 
-def fitted(outcomes: list[Outcome], key: dict[str, str]) -> StepModel:
-    """Return the model of the trials' medians, with its errors over all outcomes. Raises InvalidArgument."""
-    by_trial: dict[Trial, list[Point]] = {}
+def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
+    """Return the model of the trials' medians without what sending took, with its errors over all outcomes.
+
+    key: manifest_sha256, machine and ``step_model.BESIDE``. Raises InvalidArgument.
+    """
+    beside_s = StepModel(**key, source=step_model.MEASURED, made="", step_s=1.0, sequence_s=0.0, prefill_token_s=0.0)
+    by_trial: dict[Trial, list[Outcome]] = {}
     for outcome in outcomes:
-        by_trial.setdefault(outcome.trial, []).append(outcome.point)
-    middle = [sorted(points, key=lambda point: point.seconds)[(len(points) - 1) // 2] for points in by_trial.values()]
-    terms, _, _ = step_model.fit(middle)
+        by_trial.setdefault(outcome.trial, []).append(outcome)
+    middle = [sorted(of, key=lambda one: one.point.seconds)[(len(of) - 1) // 2] for of in by_trial.values()]
+    sent_s = [one.sent * beside_s.sent_s(one.point.sequences) for one in middle]
+    terms, _, _ = step_model.fit([one.point for one in middle], sent_s)
     requests_s = [outcome.request_s for outcome in outcomes if outcome.request_s is not None]
     told: dict[str, Any] = {
         **key,
@@ -230,6 +303,7 @@ def fitted(outcomes: list[Outcome], key: dict[str, str]) -> StepModel:
         "source": step_model.MEASURED,
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "request_s": max(0.0, statistics.median(requests_s)) if requests_s else 0.0,
+        "acceptance": step_model.texts([text for outcome in outcomes for text in outcome.stretches]),
         "points": len(outcomes),
     }
     model = StepModel(**told)
@@ -238,20 +312,49 @@ def fitted(outcomes: list[Outcome], key: dict[str, str]) -> StepModel:
     return StepModel(**told, error_p50_percent=p50, error_p95_percent=p95)
 
 
+def acceptance_of(per_step: float, draft_tokens: int) -> float:
+    """Return the acceptance with which a step makes so many tokens: the inverse of ``step_model.tokens_per_step``."""
+    known = [nth / 1000 for nth in range(1001)]
+    return float(np.interp(per_step, [step_model.tokens_per_step(part, draft_tokens) for part in known], known))
+
+
+def stretches(messages: Sequence[tuple[float, int]], steps: float, draft_tokens: int) -> list[float]:
+    """Return the acceptance of a text in each of ``step_model.STRETCHES`` that it reached.
+
+    messages: of a stream alone, when and how many tokens; the first is of no draft, the last may be cut off at its end.
+    steps: that drafted for it; where a message holds the tokens of several, each holds as many.
+    """
+    counts, position = [[0, 0] for _ in step_model.STRETCHES], messages[0][1]
+    whole = messages[1:-1] or messages[1:]
+    for _, tokens in whole:
+        count = counts[bisect.bisect_right(step_model.STRETCHES, position) - 1]
+        count[0], count[1], position = count[0] + tokens, count[1] + 1, position + tokens
+    each, found = steps / max(1, len(messages) - 1), list[float]()
+    for tokens, sent in counts:
+        if sent:
+            found.append(round(acceptance_of(tokens / sent / each, draft_tokens), 3) if each else 0.0)
+        elif found and position > step_model.STRETCHES[len(found)]:  # a step went beyond it
+            found.append(found[-1])
+    return found or [0.0]
+
+
 def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
     """Return what a step takes in each trial, by figure, for ``benchmarks.suite``."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[float]] = {}
     for outcome in outcomes:
         trial = outcome.trial
         label = f"a step, ms: {trial.sequences} sequences, prompts of {trial.prompt}, {trial.prefill} read beside them"
-        found.setdefault(label, {"better": "lower", "values": []})["values"].append(1e3 * outcome.point.seconds)
-    return found
+        label += f", {trial.draft_tokens} drafted" * bool(trial.draft_tokens)
+        found.setdefault(label, []).append(1e3 * outcome.point.seconds)
+    return figures.compared(figures.LOWER, found)
 
 
 def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     """Return the model with the steps of an open load, in which requests come one by one, some after a pause.
 
-    Its steps that decode, and its steps with prompts, take so many times what the designed ones do: two factors.
+    Its steps that decode take so many times what the designed ones do, and its steps with prompts: streams that begin
+    and end together are the fastest. Where the engine drafts, of few streams only messages of several tokens to one
+    alone tell how long a step took: others may be of a plain step.
     """
     spans = [
         (record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9, record)
@@ -259,7 +362,10 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         if record.ok and record.timings is not None
     ]
     each = statistics.mean(record.input_tokens + record.tokens / 2 for _, _, record in spans) if spans else 0.0
-    measured, modelled, alone_s = [0.0, 0.0], [0.0, 0.0], []  # seconds of decoding, of prompts
+    # By what is modelled: gaps between messages, and what prompts beside streams take of their steps.
+    decoded, prompted = list[float](), list[float]()
+    drafts_up_to = BUSY if model.acceptance else 0
+    alone_s, steps = list[float](), list[tuple[int, float, float, float]]()
 
     def decoding_at(at_s: float) -> int:
         return sum(first_s <= at_s < record.ended_s for _, first_s, record in spans)
@@ -267,26 +373,53 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     def reading(from_s: float, to_s: float) -> int:
         return sum(begin_s < to_s and first_s > from_s for begin_s, first_s, _ in spans)
 
+    def drafts_of(streams: int) -> int:
+        few = min(model.draft_tokens, FEW_DRAFTS)
+        return model.draft_tokens + (streams - 1) * few if 0 < streams <= drafts_up_to else 0
+
     for begin_s, first_s, record in spans:
         for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
             streams = decoding_at(from_s)
+            drafted = streams <= drafts_up_to
+            if drafted and (streams > 1 or not 1 < tokens <= 1 + model.draft_tokens):
+                continue
             if streams == decoding_at(to_s) and not reading(from_s, to_s):
-                measured[0] += (to_s - from_s) / streams
-                modelled[0] += tokens * model.seconds(streams, streams * each, 0) / streams
+                own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafts_of(streams))
+                decoded.append((to_s - from_s - model.sent_s(streams)) / own_s)
+        streams = decoding_at(begin_s)
         if reading(begin_s, first_s) == 1:
-            streams = decoding_at(begin_s)
-            plain_s = model.seconds(streams, streams * each, 0)
-            measured[1] += first_s - begin_s - plain_s
-            modelled[1] += model.seconds(streams, streams * each, record.input_tokens) - plain_s
+            work, drafts = (streams, streams * each), drafts_of(streams)
+            prompt_s = model.engine_s(*work, record.input_tokens, drafts) - model.engine_s(*work, 0, drafts)
+            whole_s = model.seconds(*work, record.input_tokens, drafts)
+            if streams and prompt_s:
+                prompted.append((first_s - begin_s - (whole_s - prompt_s)) / prompt_s)
+            steps.append((streams, first_s - begin_s, whole_s, prompt_s))
             if not streams:
                 alone_s.append((record.ttft_from_send_s or 0.0) - (first_s - begin_s))
-    factors = [
-        min(MOST, max(LEAST, one / other)) if other else 1.0 for one, other in zip(measured, modelled, strict=True)
-    ]
-    terms: dict[str, Any] = {name: value * factors[name in PROMPTS] for name, value in model.terms.items()}
-    terms["request_s"] = statistics.median(alone_s) if len(alone_s) >= PROBES else model.request_s
-    print(f"  in service, {len(spans)} requests: streams x {factors[0]:.2f}, prompts x {factors[1]:.2f}")
-    return dataclasses.replace(model, **terms)
+    decode = _within(statistics.median(decoded)) if decoded else 1.0
+    prompts = _within(statistics.median(prompted)) if prompted else 1.0
+    terms: dict[str, Any] = {
+        name: value * (prompts if name in PROMPTS else decode) for name, value in model.terms.items()
+    }
+    # Percentiles, since a step beside something else that the machine does tells nothing.
+    later = [(n, took_s, whole_s + (prompts - 1) * prompt_s) for n, took_s, whole_s, prompt_s in steps]
+    if len(alone_s) >= PROBES:
+        terms["request_s"] = statistics.median(alone_s)
+        terms["idle_s"] = max(0.0, statistics.median(took_s - whole_s for n, took_s, whole_s in later if not n))
+    logs = [math.log(took_s / (whole_s + (not n) * terms.get("idle_s", 0.0))) for n, took_s, whole_s in later]
+    if len(logs) >= PROBES:
+        low, high = np.percentile(logs, [16, 84])
+        terms["spread"] = float(high - low) / 2
+    found = dataclasses.replace(model, **terms)
+    print(
+        f"  in service, {len(spans)} requests: streams x {decode:.2f}, prompts x {prompts:.2f}, "
+        f"{report.ms(found.idle_s)} ms after a pause, spread {found.spread:.2f}"
+    )
+    return found
+
+
+def _within(factor: float) -> float:
+    return min(MOST, max(LEAST, factor))
 
 
 async def _open_load(model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource) -> list[Record]:
@@ -299,23 +432,23 @@ async def _open_load(model: StepModel, engine: EngineManifest, target: Target, p
 
 
 def error_percent(model: StepModel, point: Point) -> float:
-    return 100 * abs(model.seconds(point.sequences, point.context_tokens, point.prefill_tokens) / point.seconds - 1)
+    return 100 * abs(model.seconds(*point.work) / point.seconds - 1)
 
 
 def described(model: StepModel, outcomes: list[Outcome]) -> str:
     """Return the points beside the model, and the model, for people."""
     rows = []
     for point in sorted((outcome.point for outcome in outcomes), key=lambda p: (p.prefill_tokens > 0, p.sequences)):
-        found = model.seconds(point.sequences, point.context_tokens, point.prefill_tokens)
-        cells = round(point.sequences), round(point.context_tokens), round(point.prefill_tokens)
+        found, cells = model.seconds(*point.work), tuple(map(round, point.work))
         rows.append((*cells, report.ms(point.seconds), report.ms(found), f"{100 * (found / point.seconds - 1):+.0f} %"))
     terms = ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.TERMS)
     return (
-        report.table(rows, ("sequences", "context", "prefill", "ms", "model", "error"))
+        report.table(rows, ("sequences", "context", "prefill", "drafts", "ms", "model", "error"))
         + f"\n  {model.points} steps on {model.machine}: error p50 {model.error_p50_percent:.1f} %, "
         + f"p95 {model.error_p95_percent:.1f} %; "
         + f"{report.ms(model.request_s)} ms a request outside the steps\n  {terms}\n  "
         + ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.BESIDE)
+        + f"\n  {len(model.acceptance)} texts, {model.tokens_per_step:.1f} tokens a step" * bool(model.acceptance)
     )
 
 
@@ -334,13 +467,20 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
         raise InvalidArgument("engine", f"must generate tokens; {engine.name} is of kind {engine.kind}")
     digest = manifests.sha256_file(folder / manifests.FILE_NAME)
     _check_serves(server, engine.name, digest)
+    if engine.draft_tokens and server.metrics_url is None:
+        raise InvalidArgument("metrics_url", "must be given: the engine drafts, and its metrics tell what it accepts")
     key = {"manifest_sha256": digest, "machine": step_model.machine_kind()}
     kept, trials = (out or folder) / POINTS, design(engine)
+
+    def drafted() -> tuple[float, float]:
+        metrics = scrape.fetch(server.metrics_url or "")
+        return metrics.value(f"{DRAFTED}_steps_total"), metrics.value(f"{DRAFTED}_accepted_tokens_total")
 
     async def measured() -> list[Outcome]:
         target = EnsembleTarget(server.url)
         try:
             experiment = Experiment(engine, key, target, Prompts.for_engine(folder), kept)
+            experiment.drafted = drafted
             await experiment.run(trials, rounds, time.monotonic() + seconds)
             return experiment.outcomes
         finally:
@@ -352,8 +492,8 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     if left := len(set(trials) - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3
-    others: dict[str, Any] = beside.measured(server, Prompts.for_engine(folder))
-    model = dataclasses.replace(fitted(outcomes, key), **others)
+    told = {"draft_tokens": engine.draft_tokens, **beside.measured(server, Prompts.for_engine(folder))}
+    model = fitted(outcomes, key | told)
     print(described(model, outcomes))
 
     async def served() -> list[Record]:

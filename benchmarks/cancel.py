@@ -108,4 +108,6 @@ def run(server: ServerUnderTest, samples: int, max_tokens: int, out: Path) -> in
     cells = [(full, found.count, report.ms(found.p50), report.ms(found.p99), report.ms(found.max))]
     print(report.on(conditions))
     print(report.table(cells, ("cancel to the slot's next request, ms; streams", "samples", "p50", "p99", "max")))
-    return report.write_json({"conditions": conditions, "figures": {"streams": full} | asdict(found)}, out, "cancel")
+    named = {f"cancel to the next request, ms: {name}": [1e3 * getattr(found, name)] for name in ("p50", "p99")}
+    table = {"conditions": conditions, "figures": {"streams": full} | asdict(found)}
+    return report.write_json(table | {"compared": figures.compared(figures.LOWER, named)}, out, "cancel")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks import (
     agreement,
-    aiperf,
     arrivals,
     calibrate,
     cancel,
@@ -24,11 +23,14 @@ from benchmarks import (
     hops,
     lengths,
     measurement,
+    mixed,
     peer_servers,
     peers,
-    perf_analyzer,
     plots,
+    prefix,
+    prompts,
     report,
+    start,
     suite,
     textbook_cost,
 )
@@ -55,24 +57,22 @@ Without --engine the server at TRIDENT_URL and TRIDENT_METRICS_URL is measured (
 """
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 86400, got {text}")
-    return value
+def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
+    """Return a reader of numbers that ``accepts`` takes, for argparse. allowed: which, in words."""
+
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
+
+    return read
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
-    return value
+_seconds = _number(float, lambda value: 0 <= value <= 86_400, "between 0 and 86400")
+_positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+_count = _number(int, lambda value: value >= 1, "a whole number from 1")
+_processes = _number(int, lambda value: 1 <= value <= 64, "a whole number from 1 to 64")
 
 
 def _counts(text: str) -> list[int]:
@@ -94,23 +94,31 @@ def _out(text: str) -> Path:
 
 # type, metavar and help of every option that has a value; commands name those they have, with their defaults.
 _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "also": (str, "URL,…", "servers of the same model that run already: http://HOST:PORT with OpenAI's API"),
+    "budget": (_positive, "MIN", "minutes at most; 60, or 5 with --quick, unless set"),
     "cancel_fraction": (float, "F", "share of requests cancelled midway"),
     "concurrency": (_counts, "N,N,…", "closed loops: requests in flight"),
     "duration": (_positive, "S", f"of a load; run and sweep: {DURATION_S:g} s unless set, a trace is replayed whole"),
     "engine": (str, "NAME", "start a server for engines/NAME and stop it afterwards"),
     "engines": (str, "NAME,…", "of engines/"),
-    "generators": (_count, "N", "client processes; 1 unless set, more if it saturates"),
+    "generators": (_processes, "N", "client processes; 1 unless set, more if it saturates"),
     "input": (str, "TOKENS", f"prompts: {lengths.FORMS}"),
+    "input_tokens": (_count, "N", "of a long prompt; fewer if the engine takes fewer"),
     "max_tokens": (_count, "N", "of a stream"),
     "metrics_url": (str, "URL", "its metrics (TRIDENT_METRICS_URL)"),
     "model": (str, "NAME", "demo, bench-160m, or the folder of a Llama checkpoint"),
     "only": (str, "NAME,…", "a part of what is measured"),
-    "out": (_out, "FOLDER", "of the results (default benchmarks/results/…)"),
+    "out": (_out, "FOLDER", "of the results (default benchmarks/results/…; calibrate: the engine's folder)"),
     "output": (str, "TOKENS", "answers: likewise"),
-    "precision": (str, "NAME", "of the weights, bf16 or int8; the demo's are compared in f32"),
+    "precision": (
+        str,
+        "NAME",
+        "of the weights: bf16, int8, or int8_sq (8-bit arithmetic); the demo's are compared in f32",
+    ),
     "prefix_groups": (int, "N", "prompts share one of N prefixes …"),
     "prefix_tokens": (int, "N", "… of N tokens"),
     "protocols": (str, "NAME,…", "of slow streams and bursts"),
+    "prompts": (str, "KIND,…", "words: drawn at random; text: passages of docs/"),
     "rates": (_rates, "R,R,…", "open loops: Poisson, requests per second"),
     "requests": (_count, "N", "at most N per load"),
     "rounds": (_count, "N", "rounds of each"),
@@ -119,6 +127,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "seed": (int, "N", "of every random choice"),
     "slo_latency_s": (_positive, "S", "at P95"),
     "slo_ttft_ms": (_positive, "MS", "at P95"),
+    "streams": (_count, "N", "at once"),
     "step_ms": (_seconds, "MS", "between two tokens of a stream; 0: as fast as they pass"),
     "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens"),
     "tokens": (_count, "N", "of an answer"),
@@ -145,7 +154,7 @@ def _add(container: argparse._ActionsContainer, name: str, default: object) -> N
         container.add_argument(flag, action="store_true", help=_FLAGS[name])
         return
     kind, metavar, about = _OPTIONS[name]
-    shown = " (default %(default)s)" if default is not None else ""
+    shown = " (default %(default)s)" if default not in (None, "") else ""
     container.add_argument(flag, type=kind, default=default, metavar=metavar, help=about + shown)
 
 
@@ -218,34 +227,53 @@ def parser() -> argparse.ArgumentParser:
     )
     about = "how soon a cancelled request's slot is free, under load"
     command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
-    about = "NVIDIA's perf_analyzer, streaming and unary"
-    theirs: dict[str, object] = {"concurrency": "1,8,32", "rates": "4,8", "requests": 40, "out": None}
-    command("perf-analyzer", run_perf_analyzer, about, **_SERVER, **theirs)
-    about = "NVIDIA's AIPerf against the OpenAI gateway; --url is that of a gateway that runs already"
-    command("aiperf", run_aiperf, about, engine="demo", url=None, **theirs | {"rates": "4"})
     about = "our server beside vLLM, llama.cpp and transformers serve"
     compared: dict[str, object] = {"model": "demo", "precision": "bf16"}
-    compared |= {"only": ",".join(peer_servers.PEERS), "concurrency": "1,8,32"}
+    compared |= {"only": ",".join(peer_servers.PEERS), "also": "", "prompts": "words", "concurrency": "1,8,32"}
     command("peers", run_peers, about, **compared, rounds=2, duration=4.0, input="128", output="64", out=None)
     about = "latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
     parts: dict[str, object] = {"only": ",".join(gateway_run.PARTS), "protocols": "http,grpc"}
     relay = command("gateway", run_gateway, about, **parts, rounds=2, seconds=3.0, out=None)
     slow = gateway_run.STREAMS
-    relay.add_argument("--streams", type=_count, default=slow, metavar="N", help="slow streams (default %(default)s)")
+    _add(relay, "streams", slow)
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
     about = "our load generator beside perf_analyzer and AIPerf: the same load in turns, and whether they agree"
-    turns: dict[str, object] = {"engine": "demo", "concurrency": "1,8", "requests": 40, "rounds": 3, "out": None}
+    turns: dict[str, object] = {"only": ",".join(agreement.STREAMS), "engine": "demo", "url": "", "concurrency": None}
+    turns |= {"rates": "2", "requests": 40, "rounds": 3, "unary": False, "out": None}
     command(
         "clients",
-        lambda a: agreement.run(a.engine, a.concurrency, a.requests, a.rounds, _folder(a, "clients")),
+        lambda a: agreement.run(
+            *(a.only.split(","), a.engine, a.url, a.concurrency or (), a.rates),
+            *(a.requests, a.rounds, a.unary, _folder(a, "clients")),
+        ),
         about,
         **turns,
     )
     command(
         "all",
-        lambda a: suite.run([*filter(None, a.only.split(","))], a.quick, a.keep, _folder(a, "all")),
+        run_all,
         "every part in bounded time, compared with the last kept run of this machine kind",
-        **{"only": "", "quick": False, "keep": False, "out": None},
+        **{"only": "", "quick": False, "keep": False, "budget": None, "model": "", "out": None},
+    )
+    about = "how soon a replica generates after its start and after its engine died, and its memory"
+    command(
+        "start",
+        lambda a: start.run(a.engine, a.streams, a.rounds, _folder(a, "start")),
+        about,
+        **{"engine": "demo", "streams": 32, "rounds": 3, "out": None},
+    )
+    command(
+        "prefix",
+        lambda a: prefix.run(a.engine, a.concurrency, a.rounds, _folder(a, "prefix")),
+        "what the prefix cache gives to prompts that share a system prompt",
+        **{"engine": "demo", "concurrency": "1,8", "rounds": 3, "out": None},
+    )
+    about = "what streams get while long prompts are read beside them"
+    command(
+        "mixed",
+        lambda a: mixed.run(a.engine, a.streams, a.input_tokens, a.duration, a.rounds, _folder(a, "mixed")),
+        about,
+        **{"engine": "demo", "streams": 32, "input_tokens": 2048, "duration": 8.0, "rounds": 3, "out": None},
     )
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
@@ -262,25 +290,24 @@ def run_cancel(arguments: argparse.Namespace) -> int:
         return cancel.run(server, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
 
 
-def run_perf_analyzer(arguments: argparse.Namespace) -> int:
-    loads = arguments.concurrency, arguments.rates, arguments.requests
-    with _server(arguments) as server:
-        return perf_analyzer.run(server, *loads, _folder(arguments, "perf-analyzer"))
-
-
-def run_aiperf(arguments: argparse.Namespace) -> int:
-    loads = arguments.concurrency, arguments.rates, arguments.requests, _folder(arguments, "aiperf").absolute()
-    with ExitStack() as stack:
-        if not (url := arguments.url):
-            aiperf.ENVIRONMENT.ensure()
-            url = stack.enter_context(peer_servers.gateway(arguments.engine))
-        return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
-
-
 def run_peers(arguments: argparse.Namespace) -> int:
     load = arguments.rounds, arguments.duration, arguments.input, arguments.output
-    plan = peers.Plan(peer_servers.subject(arguments.model, arguments.precision), tuple(arguments.concurrency), *load)
-    return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"))
+    kinds = tuple(_among("prompts", arguments.prompts, tuple(prompts.KINDS)))
+    subject = peer_servers.subject(arguments.model, arguments.precision)
+    plan = peers.Plan(subject, tuple(arguments.concurrency), *load, kinds)
+    also = [*filter(None, arguments.also.split(","))]
+    if not all(url.startswith(("http://", "https://")) for url in also):
+        raise InvalidArgument("also", f"must be of http://HOST:PORT, separated by commas, got {arguments.also!r}")
+    return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"), also)
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    only, model = [*filter(None, arguments.only.split(","))], arguments.model
+    if model and not (Path(model) / "model.safetensors").is_file():
+        raise InvalidArgument("model", f"must be a folder with config.json and model.safetensors, got {model!r}")
+    budget_s = arguments.budget and 60 * arguments.budget
+    folder, model = _folder(arguments, "all"), str(Path(model).absolute()) if model else ""
+    return suite.run(only, arguments.quick, arguments.keep, folder, budget_s=budget_s, model=model)
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:

@@ -35,14 +35,20 @@ class Extent:
     duration_s: seconds of load after the warm-up; None is unlimited.
     warmup_s: seconds of load before it; its requests are not part of the figures.
     requests: number of requests; None is unlimited.
+    answers: of a closed loop: it is warm once every client has had an answer, and lasts ``duration_s`` from then on and
+        until so many further answers have ended; then ``warmup_s`` is the longest warm-up, ``most_s`` the longest load.
     """
 
     duration_s: float | None = 10.0
     warmup_s: float = 0.0
     requests: int | None = None
+    answers: int = 0
+    most_s: float = 0.0
 
     @property
     def total_s(self) -> float:
+        if self.answers:
+            return self.warmup_s + self.most_s
         return math.inf if self.duration_s is None else self.warmup_s + self.duration_s
 
 
@@ -71,11 +77,16 @@ class GeneratorUse:
 
 @dataclass
 class LoadResult:
-    """Every request's record, in the order of the workload; started_s: instant zero on the monotonic clock."""
+    """Every request's record, in the order of the workload; started_s: instant zero on the monotonic clock.
+
+    steady: with ``Extent.answers``, first and last instant of the load after the warm-up, and whether every client had
+        an answer by then and the answers asked for ended in time.
+    """
 
     records: list[Record]
     started_s: float
     generators: list[GeneratorUse]
+    steady: tuple[float, float, bool] | None = None
 
 
 async def drive(
@@ -100,7 +111,8 @@ async def drive(
         run.use.waited_s = max(0.0, waited_s() - waited_before_s)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-    return LoadResult(sorted(run.records, key=lambda record: record.index), run.started_s, [run.use])
+    records = sorted(run.records, key=lambda record: record.index)
+    return LoadResult(records, run.started_s, [run.use], run.steady if extent.answers else None)
 
 
 async def _until(instant_s: float) -> None:
@@ -113,7 +125,10 @@ class _Run:
     def __init__(self, workload: Workload, target: Target, prompts: PromptSource, extent: Extent, share: Share) -> None:
         self._workload, self._target, self._prompts = workload, target, prompts
         self._extent, self._share = extent, share
-        self.started_s = 0.0
+        self.started_s = self._warm_s = self._ended_s = 0.0
+        # Clients without an answer, now and at the end of the warm-up; answers since then.
+        self._cold = self._late = workload.concurrency or 0
+        self._answered = 0
         self.records: list[Record] = []
         self.use = GeneratorUse()
         self._prepared: dict[int, PlannedRequest] = {}
@@ -154,11 +169,34 @@ class _Run:
 
     async def _one_after_another(self, numbers: Iterator[int], delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        while time.monotonic() - self.started_s < self._extent.total_s:
+        cold = 1
+        while self._goes_on():
             number = next(numbers)
             if number >= self._limit:
                 return
             await self._send(self._request(number), time.monotonic())
+            self._answered += bool(self._warm_s)
+            self._cold, cold = self._cold - cold, 0
+
+    def _goes_on(self) -> bool:
+        now_s, extent = time.monotonic(), self._extent
+        if not extent.answers:
+            return now_s - self.started_s < extent.total_s
+        if not self._warm_s and (not self._cold or now_s - self.started_s >= extent.warmup_s):
+            self._warm_s, self._late = now_s, self._cold
+        if self._ended_s or not self._warm_s:
+            return not self._ended_s
+        lasted_s = now_s - self._warm_s
+        if lasted_s >= extent.most_s or (lasted_s >= (extent.duration_s or 0.0) and self._answered >= extent.answers):
+            self._ended_s = now_s
+        return not self._ended_s
+
+    @property
+    def steady(self) -> tuple[float, float, bool]:
+        """As ``LoadResult.steady``. A client that was never answered leaves no load after the warm-up: not steady."""
+        last_s = max((record.ended_s for record in self.records), default=self.started_s)
+        begin_s, end_s = self._warm_s or self.started_s, self._ended_s or last_s
+        return begin_s, end_s, not self._late and self._answered >= self._extent.answers
 
     async def open_loop(self) -> None:
         tasks: set[asyncio.Task[None]] = set()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import TypeVar
 
 from benchmarks import figures, machine, processes, progress, random_model, report
 from benchmarks.driver import Extent, drive
@@ -33,12 +34,11 @@ PACKED = "packed ensemble"
 EVERY_TOKEN_ENV = {"TRIDENT_MAX_COALESCE_MS": "0"}
 ALONE_REQUESTS = 4  # of a batch at concurrency 1, for a median TTFT
 INPUT_TOKENS = 128
-# (output tokens of a request, least ratio of tokens/s at concurrency 32), by engine
-ENGINES_MEASURED = {"demo": (128, 0.70), random_model.NAME: (48, 0.95)}
+ENGINES_MEASURED = ("demo", random_model.NAME)
 TTFT_ADDED_GOAL_MS, COALESCING_GOAL_MS = 4.0, 20.0
 EVERY_TOKEN_GOAL_US, COALESCED_GOAL_US = 200.0, 100.0
 
-T = TypeVar("T")
+K = TypeVar("K")
 
 
 @dataclass
@@ -117,14 +117,23 @@ class ServingPath:
         await self._target.close()
 
 
-def raw_batch(raw: RawEngine, prompts: Prompts, workload: Workload, output_tokens: int, requests: int, n: int) -> Batch:
-    """Run a batch on the raw engine. n: number of the round."""
-    concurrency, cpu_before = workload.concurrency or 0, machine.cpu_time()
-    ids = [prompts.ids(workload.request(number, prompts).prompt) for number in range(requests)]
-    answer = raw.batch(ids, output_tokens, concurrency)
-    others = machine.host_load(cpu_before, machine.cpu_time(), answer["cpu_s"]).others
-    tokens, wall_s, ttfts_s, cpu_s = (answer[name] for name in ("tokens", "wall_s", "ttfts_s", "cpu_s"))
-    return Batch(RAW, concurrency, n, tokens, wall_s, ttfts_s, cpu_s, others_share=others)
+class RawPath:
+    """The engine in process, without a server."""
+
+    def __init__(self, raw: RawEngine, prompts: Prompts) -> None:
+        self._raw, self._prompts = raw, prompts
+
+    async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
+        concurrency, cpu_before = workload.concurrency or 0, machine.cpu_time()
+        planned = [workload.request(number, self._prompts) for number in range(requests)]
+        ids = [self._prompts.ids(one.prompt) for one in planned]
+        answer = self._raw.batch(ids, planned[0].max_tokens, concurrency)
+        others = machine.host_load(cpu_before, machine.cpu_time(), answer["cpu_s"]).others
+        tokens, wall_s, ttfts_s, cpu_s = (answer[name] for name in ("tokens", "wall_s", "ttfts_s", "cpu_s"))
+        return Batch(RAW, concurrency, round_, tokens, wall_s, ttfts_s, cpu_s, others_share=others)
+
+    async def close(self) -> None:
+        """Nothing to close: its process ends with RawEngine."""
 
 
 def measure(engine: str, output_tokens: int, rounds: int, concurrencies: Sequence[int]) -> list[Batch]:
@@ -133,42 +142,64 @@ def measure(engine: str, output_tokens: int, rounds: int, concurrencies: Sequenc
     with ExitStack() as stack:
         servers = [stack.enter_context(running_server(engine, env)) for env in ({}, EVERY_TOKEN_ENV)]
         raw = stack.enter_context(RawEngine(ENGINES / engine))
-        ensembles = [EnsembleTarget(server.url, timings=False) for server in servers]
+        ensembles = [EnsembleTarget(server.url, timings=False, model="ensemble") for server in servers]
         packed = EnsembleTarget(servers[0].url, timings=False, model=packed_delta.MODEL)
-        paths = [
-            ServingPath(ENGINE, servers[0], EngineTarget(servers[0].url, prompts), prompts),
-            ServingPath(ENSEMBLE, servers[0], ensembles[0], prompts),
-            ServingPath(PACKED, servers[0], packed, prompts),
-            ServingPath(EVERY_TOKEN, servers[1], ensembles[1], prompts),
-        ]
-
-        async def batches() -> list[Batch]:
-            found: list[Batch] = []
-            for n in range(-1, rounds):  # round -1 warms up and is discarded
-                for concurrency in concurrencies if n >= 0 else (min(8, max(concurrencies)),):
-                    requests = max(ALONE_REQUESTS, concurrency)
-                    # Each path has its own prompts: the two models of a server share its prefix cache.
-                    seed = (n + 2) * 100_000 + concurrency * 100
-                    lengths = Fixed(INPUT_TOKENS), Fixed(output_tokens)
-                    loads = [Workload(concurrency, None, *lengths, seed=seed + nth) for nth in range(len(paths) + 1)]
-                    progress.show(f"{engine}: round {n + 1} of {rounds}, concurrency {concurrency}")
-                    measured = [raw_batch(raw, prompts, loads[0], output_tokens, requests, n)]
-                    for path, load in zip(paths, loads[1:], strict=True):
-                        if path.name != EVERY_TOKEN or concurrency in (1, 32) or n < 0:
-                            measured.append(await path.batch(load, requests, n))
-                    found += measured if n >= 0 else []
-            return found
-
-        return asyncio.run(closing(paths, batches()))
+        paths: dict[str, ServingPath | RawPath] = {
+            RAW: RawPath(raw, prompts),
+            ENGINE: ServingPath(ENGINE, servers[0], EngineTarget(servers[0].url, prompts), prompts),
+            ENSEMBLE: ServingPath(ENSEMBLE, servers[0], ensembles[0], prompts),
+            PACKED: ServingPath(PACKED, servers[0], packed, prompts),
+            EVERY_TOKEN: ServingPath(EVERY_TOKEN, servers[1], ensembles[1], prompts),
+        }
+        warm, levels = (min(8, max(concurrencies)),), {EVERY_TOKEN: (1, 32)}
+        lengths = INPUT_TOKENS, output_tokens
+        found = in_turns(paths, concurrencies, rounds, lengths, ALONE_REQUESTS, levels, warm)
+    return [batch for of_level in found.values() for of_path in of_level.values() for batch in of_path]
 
 
-async def closing(paths: Iterable[ServingPath], work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, then close the paths."""
-    try:
-        return await work
-    finally:
-        for path in paths:
-            await path.close()
+def in_turns(
+    paths: Mapping[K, ServingPath | RawPath],
+    concurrencies: Sequence[int],
+    rounds: int,
+    tokens: tuple[int, int],
+    least: int = 1,
+    levels: Mapping[K, Sequence[int]] = MappingProxyType({}),
+    warm: Sequence[int] = (),
+) -> dict[int, dict[K, list[Batch]]]:
+    """Return the batches by concurrency and path; the paths take turns and are closed. A round before warms up.
+
+    tokens: of a prompt and of an answer. least: requests of a batch, at least. levels: concurrencies of those paths
+        that do not get all. warm: concurrencies of the warm-up; all unless set.
+    """
+    found: dict[int, dict[K, list[Batch]]] = {at: {key: [] for key in paths} for at in concurrencies}
+
+    async def batches() -> None:
+        for n in range(rounds + 1):
+            for at in concurrencies if n else warm or concurrencies:
+                progress.show(f"round {n} of {rounds}, concurrency {at}")
+                for nth, (key, path) in enumerate(paths.items()):
+                    if n and at not in levels.get(key, concurrencies):
+                        continue
+                    # Each path has its own prompts: the models of a server share its prefix cache.
+                    load = Workload(at, None, Fixed(tokens[0]), Fixed(tokens[1]), seed=n * 100_000 + at * 10 + nth)
+                    batch = await path.batch(load, max(least, at), n)
+                    if n:
+                        found[at][key].append(batch)
+
+    async def whole() -> None:
+        try:
+            await batches()
+        finally:
+            for path in paths.values():
+                await path.close()
+
+    asyncio.run(whole())
+    return found
+
+
+def output_and_goal(engine: str) -> tuple[int, float]:
+    """Return the output tokens of a request, and the least ratio of tokens/s at concurrency 32."""
+    return (128, 0.70) if engine == "demo" else (48, 0.97)
 
 
 def of(batches: Sequence[Batch], path: str, concurrency: int) -> list[Batch]:
@@ -244,16 +275,15 @@ def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
     at = {batch.concurrency for batch in batches}
 
     def at_most(what: str, value: float, bound: float) -> None:
-        out.append((f"{what}, at most", value, bound, value <= bound))
+        out.append(report.at_most(f"{engine}: {what}", value, bound))
 
     def serving_us(path: str, concurrency: int, how: str, bound: float) -> None:
         spent = _median(batch.serving_us for batch in of(batches, path, concurrency))
         at_most(f"serving CPU at {concurrency}, {how}, µs", spent, bound)
 
     if 32 in at:
-        least = ENGINES_MEASURED.get(engine, (0, 0.95))[1]
-        found = _median(ratios(batches, PACKED, 32))
-        out.append(("tokens/s at 32 over the raw engine's, at least", found, least, found >= least))
+        what = f"{engine}: tokens/s at 32 over the raw engine's"
+        out.append(report.at_least(what, _median(ratios(batches, PACKED, 32)), output_and_goal(engine)[1]))
     if 1 in at:
         at_most("TTFT added at 1, ms", ttft_added_s(batches, PACKED) * 1e3, TTFT_ADDED_GOAL_MS)
         serving_us(EVERY_TOKEN, 1, "a message per token", EVERY_TOKEN_GOAL_US)
@@ -268,18 +298,39 @@ def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
 def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: Path) -> int:
     """Measure, print, write efficiency.json. Returns 0 whether the goals are met or not."""
     found: dict[str, list[Batch]] = {}
+    verdicts: list[report.Goal] = []
     conditions = machine.described()
     print(report.on(conditions), flush=True)
-    for engine in engines:
-        name = random_model.engine() if engine == random_model.NAME else engine
-        output_tokens = ENGINES_MEASURED.get(engine, (64, 0))[0]
-        batches = found[engine] = measure(name, output_tokens, rounds, concurrencies)
+    for engine in map(random_model.named, engines):
+        output_tokens, _ = output_and_goal(engine)
+        batches = found[engine] = measure(engine, output_tokens, rounds, concurrencies)
         about = f"{INPUT_TOKENS} tokens in, {output_tokens} out, greedy, {rounds} rounds, medians"
         print(f"\n{described(f'{engine} ({about})', batches)}\n\n{by_process(batches)}\n")
-        print(report.verdicts(goals(engine, batches)))
+        print(report.verdicts(mine := goals(engine, batches)))
+        verdicts += mine
         print(report.disturbance(statistics.mean(batch.others_share for batch in batches)), flush=True)
-    table = {engine: [asdict(batch) for batch in batches] for engine, batches in found.items()}
-    return report.write_json({"conditions": conditions, "batches": table}, out, "efficiency")
+        # After each engine: a run that is cut off has kept what it measured.
+        table = {engine: [asdict(batch) for batch in batches] for engine, batches in found.items()}
+        written = {"conditions": conditions, "batches": table, "compared": compared(found), "goals": verdicts}
+        report.write_json(written, out, "efficiency")
+    return 0
+
+
+def compared(found: Mapping[str, Sequence[Batch]]) -> dict[str, dict[str, object]]:
+    """Return what ``benchmarks.suite`` compares, by engine."""
+    speed: dict[str, list[float]] = {}
+    spent: dict[str, list[float]] = {}
+    waits: dict[str, list[float]] = {}
+    first: dict[str, list[float]] = {}
+    for engine, batches in found.items():
+        for path, at in dict.fromkeys((batch.path, batch.concurrency) for batch in batches):
+            label, mine = f"{engine}, {path}, {at}", of(batches, path, at)
+            if path != RAW:
+                speed[f"speed of the raw engine's: {label}"] = ratios(batches, path, at)
+                spent[f"serving CPU of a token, µs: {label}"] = [batch.serving_us for batch in mine]
+                waits[f"wait for others of a message, p99, ms: {label}"] = [1e3 * b.coalescing_p99_s for b in mine]
+            first[f"TTFT p50, ms: {label}"] = [1e3 * _median(batch.ttfts_s) for batch in mine]
+    return figures.compared(figures.HIGHER, speed) | figures.compared(figures.LOWER, spent | waits | first)
 
 
 def _median(values: Iterable[float]) -> float:

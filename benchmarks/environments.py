@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
 from benchmarks.child_process import ROOT
-from contract.errors import EngineFailed, NotFound
+from contract.errors import NotFound
 
 FOLDER = ROOT / ".cache" / "peers"
-TIMEOUT_S, RUN_TIMEOUT_S = 1800, 300
+TIMEOUT_S = 1800
 _STAMP = ".installed"
 
 
@@ -63,55 +61,12 @@ class Environment:
         (self.folder / _STAMP).write_text(self.specification)
 
 
-def loads(
-    concurrencies: Sequence[int], rates: Sequence[float], concurrency: str, rate: str, *poisson: str
-) -> list[tuple[str, list[str], int]]:
-    """Return every load of a tool: name, options, requests in flight.
-
-    concurrency, rate, poisson: the tool's options.
-    """
-    closed = [(f"concurrency {n}", [concurrency, str(n)], n) for n in concurrencies]
-    return [*closed, *((f"rate {r:g}", [rate, f"{r:g}", *poisson], 1) for r in rates)]
-
-
-def measure(tool: str, runs: Iterable[tuple[str, Sequence[str], Path]], environ: Mapping[str, str]) -> list[str]:
-    """Run a tool's loads one after the other, each echoed first; return a line for each that failed.
-
-    runs: name, argv, and the file for the output.
-    """
-    failures = []
-    for name, argv, log in runs:
-        print(shlex.join(argv), file=sys.stderr, flush=True)
-        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-        log.write_text(done.stdout + done.stderr)
-        if done.returncode:
-            text = " | ".join(_lines(done)[-2:])
-            failures.append(f"{name}: {text or f'{tool} ended with code {done.returncode}'}")
-    return failures
-
-
-def report_of(
-    tool: str, rows: Sequence[Sequence[object]], header: Sequence[str], failures: list[str], out: Path
-) -> int:
-    """Print a tool's table and failures; return 0. Raises EngineFailed without rows."""
-    if not rows:
-        raise EngineFailed(f"{tool} measured nothing: " + " | ".join(failures))
-    print(report.table(rows, (tool, *header)))
-    for failure in failures:
-        print(f"  failed: {failure}")
-    print(f"  written: {out}")
-    return 0
-
-
-def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-
-
 def _run(command: Sequence[str], folder: Path) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {exc}") from exc
     if done.returncode:
-        relevant = [line for line in _lines(done) if "error" in line.lower()] or _lines(done)[-3:]
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        relevant = [line for line in lines if "error" in line.lower()] or lines[-3:]
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(relevant)[-400:]}")

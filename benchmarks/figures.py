@@ -8,13 +8,15 @@ is the time between two responses, one value per response.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from benchmarks.record import Record
 
+LOWER, HIGHER = "lower", "higher"  # which is better
 LEAST_NOISE = 0.05  # runs of one round have no range
 QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 
@@ -93,8 +95,8 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
     return Spread(array.size, float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
-def inter_token(records: Iterable[Record]) -> Spread:
-    gaps = [gap for record in records for gap in record.gaps]
+def of_gaps(gaps: Sequence[tuple[float, int]]) -> Spread:
+    """Return the inter-token latencies of (seconds since the message before, tokens of the message)."""
     return spread(np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps]) if gaps else [])
 
 
@@ -137,7 +139,7 @@ def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = S
         input_tokens_per_s=prompt_tokens / window_s,
         output_tokens_per_s=tokens / window_s,
         ttft_s=ttft,
-        itl_s=inter_token(mine),
+        itl_s=of_gaps([gap for record in mine for gap in record.gaps]),
         gap_s=spread([gap for record in mine for gap, _ in record.gaps]),
         latency_s=latency,
         coalescing_s=coalescing(mine),
@@ -168,6 +170,12 @@ def _met_at_p95(awaited: Sequence[Record], slo: Slo) -> bool:
     # "higher": with a failure above the 95th percentile, interpolation would yield infinity or nan.
     reached = [np.percentile(values, 95, method="higher") for values in (ttfts, latencies)]
     return bool(reached[0] < slo.ttft_s and reached[1] < slo.latency_s)
+
+
+def compared(better: str, found: Mapping[str, Iterable[float]]) -> dict[str, dict[str, Any]]:
+    """Return figures as ``benchmarks.suite`` compares them. better: LOWER or HIGHER; found: values of the rounds by
+    ``GROUP: LABEL``."""
+    return {name: {"better": better, "values": list(values)} for name, values in found.items()}
 
 
 def noise(values: Sequence[float]) -> float:

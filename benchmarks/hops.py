@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import machine, report, server_side
+from benchmarks import figures, machine, report, server_side
 from benchmarks.driver import Extent, drive
-from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, closing
+from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, in_turns
 from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
@@ -42,20 +42,9 @@ def costs(
     paths: dict[tuple[str, str], ServingPath] = {}
     for mode, server in servers.items():
         paths[mode, "engine"] = ServingPath(f"engine, {mode}", server, EngineTarget(server.url, prompts), prompts)
-        target = EnsembleTarget(server.url, timings=False)
+        target = EnsembleTarget(server.url, timings=False, model="ensemble")
         paths[mode, "ensemble"] = ServingPath(f"ensemble, {mode}", server, target, prompts)
-    found: dict[tuple[str, str], list[Batch]] = {key: [] for key in paths}
-
-    async def batches() -> None:
-        for n in range(rounds + 1):
-            for nth, (key, path) in enumerate(paths.items()):
-                seed = n * 1000 + concurrency * 10 + nth
-                load = Workload(concurrency, None, Fixed(INPUT_TOKENS), Fixed(tokens), seed=seed)
-                batch = await path.batch(load, concurrency, n)
-                found[key] += [batch] if n else []
-
-    asyncio.run(closing(paths.values(), batches()))
-    return found
+    return in_turns(paths, (concurrency,), rounds, (INPUT_TOKENS, tokens))[concurrency]
 
 
 def first_token(server: ServerUnderTest, prompts: Prompts, concurrency: int) -> list[tuple[str, float, float]]:
@@ -65,7 +54,7 @@ def first_token(server: ServerUnderTest, prompts: Prompts, concurrency: int) -> 
     """
 
     async def send() -> list[Record]:
-        target = EnsembleTarget(server.url)
+        target = EnsembleTarget(server.url, model="ensemble")
         try:
             await drive(_workload(concurrency, 1), target, prompts, Extent(None, 0.0, concurrency))
             before.append(await asyncio.to_thread(server_side.settled, metrics_url))
@@ -117,6 +106,7 @@ def run(engine: str, concurrencies: Sequence[int], tokens: int, rounds: int, out
     conditions = machine.described()
     print(f"{engine}: {tokens} tokens out, {rounds} rounds, medians; {report.on(conditions)}")
     kept: dict[str, object] = {"conditions": conditions, "engine": engine}
+    spent: dict[str, list[float]] = {}
     with ExitStack() as stack:
         servers = {mode: stack.enter_context(running_server(engine, env)) for mode, env in MODES.items()}
         for concurrency in concurrencies:
@@ -129,6 +119,10 @@ def run(engine: str, concurrencies: Sequence[int], tokens: int, rounds: int, out
                 f"{model}, {mode}": [asdict(batch) for batch in batches] for (mode, model), batches in found.items()
             }
             kept[str(concurrency)] = {"batches": batches, "first_token": phases}
+            for path, of in found.items():
+                name = f"CPU of a response, µs: {', '.join(reversed(path))}, {concurrency}"
+                spent[name] = [batch.serving_us * batch.tokens / batch.messages for batch in of]
+    kept["compared"] = figures.compared(figures.LOWER, spent)
     return report.write_json(kept, out, "hops")
 
 

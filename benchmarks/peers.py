@@ -1,45 +1,53 @@
 """Compare our server with other projects': same weights, machine, prompts, precision and load generator, in one run.
 
 All are started first, then take turns at every concurrency, round after round, so that a noisy machine disturbs all
-alike. A round in which other processes used too much of the machine is repeated a few times, and the least disturbed
-try is kept. A server that uses CPU while idle is reported. Greedy, answers of a fixed length, prompts that no server
-has seen before.
+alike. A load is warm once every client has had an answer, and is measured until as many more have ended; a server
+that does not get there in time is reported. A round in which other processes used too much of the machine is
+repeated, and the least disturbed try is kept. A server that uses CPU while idle is reported. Greedy, answers of a fixed
+length, prompts that no server has seen before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import figures, machine, peer_servers, progress, report
 from benchmarks.driver import Extent, drive
 from benchmarks.lengths import parse as lengths_of
 from benchmarks.machine import HostLoad
 from benchmarks.peer_servers import PEERS, Peer, Running, Subject
-from benchmarks.prompts import Prompts
+from benchmarks.prompts import KINDS, Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
 from benchmarks.workload import Workload
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
-WARMUP_S = 1.0
+WARMUP_S, LOAD_S = 60.0, 60.0  # at most
 IDLE_SAMPLE_S = 2.0
 IDLE_SHARE = 0.05  # of a core; a server that uses more is reported
-TRIES = 3  # of a round, while other processes disturb it
+TRIES = 2  # of a round, while other processes disturb it
 COMPARED_PROMPTS = 8
 COMPARED_TOKENS = 32
 BATCHED = 8
+SPEED, SPEED_GOAL = "tokens/s of the best peer's", 1.1
 
 
 @dataclass
 class Round:
-    """One server at one concurrency in one round. CPU in seconds, of the server's processes and of the client."""
+    """One server at one concurrency in one round. CPU in seconds, of the server's processes and of the client.
+
+    steady: whether every client had an answer in the warm-up, and as many more ended in time.
+    """
 
     peer: str
+    prompts: str
     concurrency: int
     number: int
     tokens_per_s: float
@@ -47,6 +55,7 @@ class Round:
     ttfts_s: list[float]
     failed: int
     input_tokens: list[int]
+    steady: bool
     server_cpu_s: float
     client_cpu_s: float
     host_load: HostLoad
@@ -70,7 +79,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """The load that every server gets."""
+    """The load that every server gets. prompts: kinds of prompt, of ``prompts.KINDS``; duration_s: at least."""
 
     subject: Subject
     levels: tuple[int, ...]
@@ -78,6 +87,7 @@ class Plan:
     duration_s: float
     input: str
     output: str
+    prompts: tuple[str, ...] = ("words",)
 
     def workload(self, level: int, number: int) -> Workload:
         """Return the load of a round; it is the same for every server."""
@@ -85,8 +95,11 @@ class Plan:
         return Workload(level, None, *lengths, seed=1000 * number + level)
 
 
-def run(names: Sequence[str], plan: Plan, out: Path) -> int:
-    """Measure, print the tables, write peers.json. Returns 1 if no server could be started."""
+def run(names: Sequence[str], plan: Plan, out: Path, also: Sequence[str] = ()) -> int:
+    """Measure, print the tables, write peers.json. Returns 1 if no server could be started.
+
+    also: base URLs of OpenAI-compatible servers that run already.
+    """
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
     comparison = Comparison(plan)
@@ -97,17 +110,23 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
         for peer in installed:
             print(f"starting {peer.name}", file=sys.stderr, flush=True)
             comparison.tried(peer, lambda peer: _start(peer, plan.subject, out / "logs", running, comparison))
+        for url in also:
+            attach = lambda peer: _add(peer_servers.attached(peer, plan.subject), running, comparison)  # noqa: E731
+            comparison.tried(peer_servers.by_hand(url), attach)
         if not running:
             print("no server could be started:\n" + "\n".join(comparison.skipped.values()), file=sys.stderr)
             return 1
         asyncio.run(_measured(running, plan, comparison))
     finally:
-        for server in running:
-            server.stop()
-        if comparison.rounds:  # also after an interruption
-            print(text := _report(comparison))
-            report.write_json(comparison.to_json(), out, "peers")
-            (out / "peers.txt").write_text(text + "\n")
+        try:  # also after an interruption, and first: to stop the servers may take longer than we are given
+            if comparison.rounds:
+                print(text := _report(comparison), flush=True)
+                table = {**comparison.to_json(), "compared": compared(comparison), "goals": goals(comparison)}
+                report.write_json(table | {"notes": _notes(comparison)}, out, "peers")
+                (out / "peers.txt").write_text(text + "\n")
+        finally:
+            for server in running:
+                server.stop()
     return 0
 
 
@@ -143,19 +162,24 @@ def _install(peer: Peer) -> None:
 
 def _start(peer: Peer, subject: Subject, logs: Path, running: list[Running], comparison: Comparison) -> None:
     """Start a server; add it to ``running`` once it has answered. Raises EngineFailed."""
-    running.append(server := peer_servers.start(peer, subject, logs))
+    _add(peer_servers.start(peer, subject, logs), running, comparison)
+
+
+def _add(server: Running, running: list[Running], comparison: Comparison) -> None:
+    running.append(server)
     try:
         server.load_s = asyncio.run(peer_servers.answered(server))
     except EngineFailed:
         running.remove(server)
         server.stop()
         raise
-    comparison.results[peer.name] = Result(server.load_s)
-    comparison.settings[peer.name] = peer.settings
+    comparison.results[server.name] = Result(server.load_s)
+    comparison.settings[server.name] = f"{server.peer.weights(server.subject)} weights; {server.peer.settings}"
 
 
 async def _measured(running: list[Running], plan: Plan, comparison: Comparison) -> None:
-    prompts = Prompts.for_engine(plan.subject.checkpoint)
+    kinds = {kind: KINDS[kind].for_engine(plan.subject.checkpoint) for kind in plan.prompts}
+    prompts = next(iter(kinds.values()))
     texts = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
     for server in running:
         result, target = comparison.results[server.name], server.target()
@@ -171,23 +195,27 @@ async def _measured(running: list[Running], plan: Plan, comparison: Comparison) 
         comparison.results[server.name].idle_share = (server.use().cpu_s - before[server.name]) / IDLE_SAMPLE_S
     for n in range(plan.rounds):
         order = running[n % len(running) :] + running[: n % len(running)]
-        for level in plan.levels:
-            for server in order:
-                comparison.rounds.append(await _undisturbed_round(server, level, n, plan, prompts))
-                comparison.results[server.name].peak_rss_bytes = server.use().peak_rss_bytes
+        for level, kind, server in itertools.product(plan.levels, kinds, order):
+            comparison.rounds.append(await _undisturbed_round(server, level, n, plan, kind, kinds[kind]))
+            comparison.results[server.name].peak_rss_bytes = server.use().peak_rss_bytes
 
 
-async def _undisturbed_round(server: Running, level: int, n: int, plan: Plan, prompts: Prompts) -> Round:
+async def _undisturbed_round(server: Running, level: int, n: int, plan: Plan, kind: str, prompts: Prompts) -> Round:
     """Return the first undisturbed try, or the least disturbed of a few."""
     tries: list[Round] = []
     while not tries or (tries[-1].host_load.disturbance > OTHERS_SHARE and len(tries) < TRIES):
         # New prompts for every try: the server may have cached those of the one before.
-        tries.append(await _round(server, level, n, plan, prompts, plan.workload(level, n + 100 * len(tries))))
+        load = plan.workload(level, n + 100 * len(tries))
+        tries.append(await _round(server, level, n, plan, kind, prompts, load))
     return min(tries, key=lambda part: part.host_load.disturbance)
 
 
-async def _round(server: Running, level: int, n: int, plan: Plan, prompts: Prompts, workload: Workload) -> Round:
-    extent, target = Extent(plan.duration_s, WARMUP_S), server.target()
+async def _round(
+    server: Running, level: int, n: int, plan: Plan, kind: str, prompts: Prompts, workload: Workload
+) -> Round:
+    most_s = max(LOAD_S, plan.duration_s)
+    extent = Extent(plan.duration_s, WARMUP_S, answers=level, most_s=most_s)
+    target = server.target()
     machine_before, used_before = machine.cpu_time(), server.use().cpu_s
     try:
         progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
@@ -195,17 +223,20 @@ async def _round(server: Running, level: int, n: int, plan: Plan, prompts: Promp
     finally:
         await target.close()
     server_cpu_s, client_cpu_s = server.use().cpu_s - used_before, sum(use.cpu_s for use in result.generators)
-    window = figures.window_of(result.records, result.started_s, WARMUP_S, plan.duration_s)
+    assert result.steady is not None, "the extent counts answers"
+    *window, steady = result.steady
     mine = [record for record in result.records if window[0] <= record.intended_s <= window[1]]
     return Round(
         server.name,
+        kind,
         level,
         n,
-        tokens_per_s=figures.compute(result.records, window).output_tokens_per_s,
+        tokens_per_s=figures.compute(result.records, (window[0], window[1])).output_tokens_per_s,
         tokens=sum(record.tokens for record in result.records),
         ttfts_s=[record.ttft_s for record in mine if record.ttft_s is not None],
         failed=sum(_wrong(record) for record in result.records),
         input_tokens=sorted({record.input_tokens for record in result.records if record.ok}),
+        steady=steady,
         server_cpu_s=server_cpu_s,
         client_cpu_s=client_cpu_s,
         host_load=machine.host_load(machine_before, machine.cpu_time(), server_cpu_s + client_cpu_s),
@@ -221,28 +252,80 @@ def _report(comparison: Comparison) -> str:
     plan, subject = comparison.plan, comparison.plan.subject
     parts = [
         f"{subject.name}, {subject.precision}: in {plan.input}, out {plan.output} tokens, greedy, end tokens ignored; "
-        f"{plan.rounds} rounds of {plan.duration_s:g} s each; {report.on(comparison.conditions)}",
+        f"{plan.rounds} rounds, {plan.duration_s:g} s and one more answer a client at least; "
+        f"{report.on(comparison.conditions)}\n  prompts: words are drawn at random, text is passages of docs/",
         report.table(
-            [row for level in plan.levels for row in _rows(comparison, level)],
-            ("server", "at", "tok/s", "range", "of best peer", "TTFT p50 ms", "p95", "CPU µs/tok", "client", "wrong"),
+            [row for level in plan.levels for kind in plan.prompts for row in _rows(comparison, level, kind)],
+            ("server", "weights", "prompts", "at", "tok/s", "range", "of best peer", "TTFT p50 ms", "p95")
+            + ("CPU µs/tok", "client", "wrong"),
         ),
         report.table(
             [_of_server(comparison, name, result) for name, result in comparison.results.items()],
             ("server", "load s", "peak RSS MB", "idle CPU", "text as reference", "text among 8 as alone"),
         ),
         f"  reference for text: {_reference(comparison)}; {COMPARED_PROMPTS} prompts, {COMPARED_TOKENS} tokens each",
-        *(f"  {name}: {settings}" for name, settings in comparison.settings.items()),
-        *(f"  skipped, {name}: {reason}" for name, reason in comparison.skipped.items()),
-        *_doubts(comparison),
+        *(f"  {note}" for note in _notes(comparison)),
     ]
     return "\n\n".join(parts[:3]) + "\n" + "\n".join(parts[3:])
 
 
-def _rows(comparison: Comparison, level: int) -> list[tuple]:
-    mine = {
-        name: [r for r in comparison.rounds if (r.peer, r.concurrency) == (name, level)] for name in comparison.settings
-    }
-    mine = {name: rounds for name, rounds in mine.items() if rounds}
+def _notes(comparison: Comparison) -> list[str]:
+    """Return how the servers were set, which are missing, and what may make the figures wrong."""
+    settings = [f"{name}: {settings}" for name, settings in comparison.settings.items()]
+    skipped = [f"skipped, {name}: {reason}" for name, reason in comparison.skipped.items()]
+    return settings + skipped + _doubts(comparison)
+
+
+def goals(comparison: Comparison) -> list[report.Goal]:
+    """Compare ours with the best peer: tokens/s, and TTFT p95."""
+    found, out = compared(comparison), list[report.Goal]()
+    for level, kind in itertools.product(comparison.plan.levels, comparison.plan.prompts):
+        mine = _of(comparison, level, kind)
+        first_ms = {name: figures.spread([s for one in of for s in one.ttfts_s]).p95 * 1e3 for name, of in mine.items()}
+        for name in mine:
+            label = _label(comparison.plan, name, kind, level)
+            if values := found.get(f"{SPEED}: {label}", {}).get("values"):
+                ratio = statistics.median(values)
+                theirs = min(ms for peer, ms in first_ms.items() if not peer.startswith("Trident"))
+                out.append(report.at_least(f"{SPEED}: {label}", ratio, SPEED_GOAL))
+                out.append(report.at_most(f"TTFT p95 of the best peer's: {label}", first_ms[name] / theirs, 1.0))
+    return out
+
+
+def _label(plan: Plan, name: str, kind: str, level: int) -> str:
+    return f"{name}, {kind}, {level}" if len(plan.prompts) > 1 else f"{name}, {level}"
+
+
+def _of(comparison: Comparison, level: int, kind: str) -> dict[str, list[Round]]:
+    """Return the rounds of each server at one concurrency with one kind of prompts."""
+    found: dict[str, list[Round]] = {}
+    for one in comparison.rounds:
+        if (one.concurrency, one.prompts) == (level, kind):
+            found.setdefault(one.peer, []).append(one)
+    return found
+
+
+def compared(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Return what ``benchmarks.suite`` compares; the best peer is that of the same round."""
+    higher: dict[str, list[float]] = {}
+    lower = {f"start, s: {name}": [one.load_s] for name, one in comparison.results.items()}
+    lower |= {f"memory at most, MB: {name}": [one.peak_rss_bytes / 1e6] for name, one in comparison.results.items()}
+    for level, kind in itertools.product(comparison.plan.levels, comparison.plan.prompts):
+        mine = _of(comparison, level, kind)
+        for name, rounds in mine.items():
+            label = _label(comparison.plan, name, kind, level)
+            higher[f"tokens/s: {label}"] = [one.tokens_per_s for one in rounds]
+            lower[f"TTFT p95, ms: {label}"] = [1e3 * figures.spread(one.ttfts_s).p95 for one in rounds]
+            peers = [of for peer, of in mine.items() if not peer.startswith("Trident")]
+            if name.startswith("Trident") and peers and min(map(len, peers)) >= len(rounds):
+                best = [max(of[n].tokens_per_s for of in peers) for n in range(len(rounds))]
+                ratios = [one.tokens_per_s / most for one, most in zip(rounds, best, strict=True) if most]
+                higher[f"{SPEED}: {label}"] = ratios
+    return figures.compared(figures.HIGHER, higher) | figures.compared(figures.LOWER, lower)
+
+
+def _rows(comparison: Comparison, level: int, kind: str) -> list[tuple]:
+    mine = _of(comparison, level, kind)
     speed = {name: statistics.median(part.tokens_per_s for part in rounds) for name, rounds in mine.items()}
     best = max((speed[name] for name in speed if not name.startswith("Trident")), default=float("nan"))
     rows = []
@@ -251,8 +334,9 @@ def _rows(comparison: Comparison, level: int) -> list[tuple]:
         ttft = figures.spread([ttft_s for part in rounds for ttft_s in part.ttfts_s])
         cpu = [1e6 * sum(getattr(part, kind) for part in rounds) / tokens for kind in ("server_cpu_s", "client_cpu_s")]
         rows.append(
-            (name, level, report.number(speed[name], 0), f"{min(speeds):,.0f}–{max(speeds):,.0f}")
-            + (report.number(speed[name] / best, 2), report.ms(ttft.p50), report.ms(ttft.p95))
+            (name, comparison.settings[name].partition(" ")[0], kind, level)
+            + (report.number(speed[name], 0), f"{min(speeds):,.0f}–{max(speeds):,.0f}")
+            + (report.number(speed[name] / best if best else float("nan"), 2), report.ms(ttft.p50), report.ms(ttft.p95))
             + (*(report.number(microseconds, 0) for microseconds in cpu), sum(part.failed for part in rounds))
         )
     return rows
@@ -282,14 +366,23 @@ def _doubts(comparison: Comparison) -> list[str]:
         doubts.append(
             f"other processes used more than {OTHERS_SHARE:.0%} of the machine, up to {most:.0%}, during: {which}"
         )
+    if unsteady := [part for part in comparison.rounds if not part.steady]:
+        which = ", ".join(f"{part.peer} at {part.concurrency}" for part in unsteady)
+        doubts.append(
+            f"no steady state: not every client had an answer in {WARMUP_S:g} s, or fewer than as many more ended in "
+            f"{LOAD_S:g} s: {which}"
+        )
+    kinds = {settings.partition(" ")[0] for settings in comparison.settings.values()}
+    if len(kinds) > 1:
+        doubts.append(f"they serve weights of different precision ({', '.join(sorted(kinds))}), see the column")
     busy = [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE]
     if busy:
         doubts.append(f"used CPU while idle: {', '.join(busy)}; measure them one by one with --only")
     prompts = {
         name: {n for part in comparison.rounds if part.peer == name for n in part.input_tokens}
-        for name in comparison.settings
+        for name in {part.peer for part in comparison.rounds}
     }
-    if len({frozenset(counts) for counts in prompts.values()}) > 1:
+    if not set.intersection(*prompts.values()):
         counted = ", ".join(f"{name} {sorted(counts)}" for name, counts in prompts.items())
         doubts.append(f"they count prompt tokens differently: {counted}")
-    return [f"  doubt: {doubt}" for doubt in doubts]
+    return [f"doubt: {doubt}" for doubt in doubts]

@@ -1,33 +1,35 @@
-"""Run NVIDIA's perf_analyzer against the ensemble: streaming and unary, at concurrencies and at request rates.
+"""NVIDIA's perf_analyzer against the ensemble, streaming and unary.
 
 It lives in an environment of its own, made on first use: the package ``perf_analyzer`` where the C
 library is new enough for it (2.38), else the one that ``tritonclient`` 2.51.0 carries (2.34), which is the server's own
 version and needs two libraries that nvidia-pytriton brings under other names.
 
 The ensemble is decoupled, so perf_analyzer must use gRPC streams for unary answers too (``stream`` false: one
-response). Answers have a fixed length: ``ignore_eos`` in the input files.
+response). Answers have a fixed length: ``ignore_eos`` in the input file.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib.metadata
-import itertools
+import json
 import os
 import platform
+import random
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.environments import Environment, loads, measure, report_of
-from benchmarks.measurement import ServerUnderTest
+from benchmarks.environments import Environment
+from benchmarks.other_clients import TOKENS, Found, Tool
+from benchmarks.prompts import PromptSource
 from contract.errors import NotFound
 
-INPUTS = Path(__file__).resolve().parent / "perf_analyzer_inputs"
+RESULT, PROFILE = "perf_analyzer.csv", "profile.json"
 OLD, OLD_GLIBC = "tritonclient==2.51.0", (2, 34)
 NEW, NEW_GLIBC = "perf_analyzer==2.60.0", (2, 38)
 # The name that perf_analyzer loads → the beginning of the name nvidia-pytriton's wheel gives the library.
 LIBRARIES = {"libb64.so.0d": "libb64-", "libcudart.so.12": "libcudart-"}
-KINDS = ("streaming", "unary")
 
 
 def glibc() -> tuple[int, int]:
@@ -52,12 +54,12 @@ def environment() -> Environment:
 
 
 def variables(made: Environment) -> dict[str, str]:
-    """Return the process environment for the perf_analyzer of ``made``, installed if needed. Raises NotFound."""
+    """Return what the perf_analyzer of ``made``, installed if needed, needs beside our environment. Raises NotFound."""
     made.ensure()
     if made.installs != ((OLD,),):
-        return dict(os.environ)
+        return {}
     path = filter(None, (link_libraries(made.folder / "lib-perf"), os.environ.get("LD_LIBRARY_PATH")))
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(path)}
+    return {"LD_LIBRARY_PATH": os.pathsep.join(path)}
 
 
 def link_libraries(folder: Path) -> str:
@@ -77,52 +79,48 @@ def link_libraries(folder: Path) -> str:
     return str(folder)
 
 
-def command(program: Path, url: str, kind: str, load: list[str], out: Path, requests: int) -> list[str]:
-    """Return one run's argv. ``load``: the options for concurrency or request rate.
+def tool(url: str, prompts: PromptSource, stream: bool = True) -> Tool:
+    """Return perf_analyzer for a server's ensemble, installed if needed. Raises NotFound.
 
-    Each load is measured once, over ``requests``: perf_analyzer's search for a stable window fails on a busy machine.
+    Each load is measured once, over its requests: the search for a stable window fails on a busy machine. No two
+    requests of a load have the same prompt.
     """
-    return [
-        str(program),
-        *("-m", "ensemble", "-u", url, "-i", "grpc", "--streaming", "--async"),
-        *("--input-data", str(INPUTS / f"{kind}.json")),
-        *load,
-        *("--request-count", str(requests)),
-        *("--percentile", "95", "-f", str(out.with_suffix(".csv"))),
-        *("--profile-export-file", str(out.with_suffix(".json"))),
-    ]
-
-
-def run(server: ServerUnderTest, concurrencies: Sequence[int], rates: Sequence[float], requests: int, out: Path) -> int:
-    """Run both kinds under every load; print a table, leave perf_analyzer's CSV and profiles in ``out``."""
     made = environment()
     environ = variables(made)
-    out.mkdir(parents=True, exist_ok=True)
-    options = ("--concurrency-range", "--request-rate-range", "--request-distribution", "poisson")
-    runs = []
-    for kind, (name, load, _) in itertools.product(KINDS, loads(concurrencies, rates, *options)):
-        path = out / f"{kind}-{name.replace(' ', '-')}"
-        path.with_suffix(".csv").unlink(missing_ok=True)
-        argv = command(made.program("perf_analyzer"), server.url, kind, load, path, requests)
-        runs.append((f"{kind}, {name}", argv, path.with_suffix(".txt")))
-    failures = measure("perf_analyzer", runs, environ)
-    rows = [row for name, _, log in runs for row in read(log.with_suffix(".csv"), name)]
-    header = ("requests/s", "responses/s", "p50 ms", "p95 ms", "p99 ms")
-    return report_of("perf_analyzer", rows, header, failures, out)
+
+    def command(load: Sequence[str], requests: int, seed: int, folder: Path) -> list[str]:
+        rng = random.Random(f"perf_analyzer {seed}")
+        texts = [prompts.text(rng, TOKENS[0]) for _ in range(requests)]
+        (folder / "inputs.json").write_text(json.dumps(inputs(texts, TOKENS[1], stream)))
+        for written in (RESULT, PROFILE):  # it refuses to write a profile again
+            (folder / written).unlink(missing_ok=True)
+        return [
+            *(str(made.program("perf_analyzer")), "-m", "ensemble", "-u", url, "-i", "grpc", "--streaming", "--async"),
+            *("--input-data", str(folder / "inputs.json"), *load, "--request-count", str(requests)),
+            *("--percentile", "95", "-f", str(folder / RESULT)),
+            *("--profile-export-file", str(folder / PROFILE)),
+        ]
+
+    return Tool("perf_analyzer", "--concurrency-range", "--request-rate-range", (), command, read, environ)
 
 
-def read(path: Path, label: str) -> list[tuple]:
-    """Return the rows of perf_analyzer's CSV in our columns; [] if it wrote none."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        (
-            label,
-            f"{float(row['Inferences/Second']):.2f}",
-            f"{float(row.get('Response Throughput') or 'nan'):.1f}",
-            *(f"{float(row[f'p{q} latency']) / 1e3:.1f}" for q in (50, 95, 99)),
-        )
-        for row in rows
-    ]
+def inputs(texts: Sequence[str], tokens: int, stream: bool) -> dict[str, object]:
+    """Return perf_analyzer's input file: a greedy answer of so many tokens to each text."""
+    options = {"max_tokens": [tokens], "ignore_eos": [True], "top_k": [1], "stream": [stream]}
+    return {"data": [{"text_input": [text]} | options for text in texts]}
+
+
+def read(folder: Path) -> Found:
+    """Return the figures of perf_analyzer's CSV, and the TTFT of its profile: that of the first response.
+
+    It leaves some profiles empty (32 streams of 2.51.0), without saying so.
+    """
+    with (folder / RESULT).open(newline="") as file:
+        row = next(csv.DictReader(file))
+    rates = {"requests/s": row["Inferences/Second"], "responses/s": row.get("Response Throughput") or "nan"}
+    latencies = {f"latency p{q}, ms": float(row[f"p{q} latency"]) / 1e3 for q in (50, 95, 99)}
+    profile = (folder / PROFILE).read_text()
+    sent = json.loads(profile)["experiments"][0]["requests"] if profile else []
+    firsts_ms = [(one["response_timestamps"][0] - one["timestamp"]) / 1e6 for one in sent if one["response_timestamps"]]
+    ttft = {"TTFT p50, ms": statistics.median(firsts_ms)} if firsts_ms else {}
+    return {name: float(value) for name, value in rates.items()} | ttft | latencies

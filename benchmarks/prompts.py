@@ -1,12 +1,21 @@
-"""Make prompt texts of a given number of tokens: seeded words, counted by the engine's tokenizer if there is one."""
+"""Make prompt texts of a given number of tokens: random words, or passages of this project's pages.
+
+Both depend on the seed alone; the engine's tokenizer counts their tokens if there is one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 WORDS = (
     "the of and to in is that for it with as was on be at by this are from or an have not they which one you were all "
@@ -19,6 +28,7 @@ WORDS = (
 
 
 MOST_WORDS_PER_TOKEN = 4
+PAGES = Path(__file__).resolve().parents[1] / "docs"
 
 
 class PromptSource(Protocol):
@@ -33,7 +43,7 @@ class Prompts:
         self._tokenizer = tokenizer
 
     @classmethod
-    def for_engine(cls, folder: Path | None) -> Prompts:
+    def for_engine(cls, folder: Path | None) -> Self:
         """Count tokens by ``folder``/tokenizer.json if that exists."""
         file = folder / "tokenizer.json" if folder else None
         return cls(Tokenizer.from_file(str(file)) if file and file.exists() else None)
@@ -49,10 +59,11 @@ class Prompts:
     def text(self, rng: random.Random, tokens: int, prefix: str = "") -> str:
         """Join ``prefix`` and random words, ``tokens`` tokens together, at least one word besides the prefix."""
         words = prefix.split(" ") if prefix else []
-        words.append(rng.choice(WORDS))
+        more = self._words(rng)
+        words += more(1)
         # With a vocabulary that maps unknown words to one token the loop would not end; its prompts stay shorter.
         while (missing := tokens - self.count(" ".join(words))) > 0 and len(words) < MOST_WORDS_PER_TOKEN * tokens:
-            words += rng.choices(WORDS, k=max(1, missing // 2))
+            words += more(max(1, missing // 2))
         kept = len(prefix) + (1 if prefix else 0)
         text = " ".join(words)
         # Whole words may overshoot: remove characters from the end, never from the prefix.
@@ -60,3 +71,28 @@ class Prompts:
             over = self.count(text) - tokens
             text = text[: max(kept + 1, len(text) - max(1, over))].rstrip() or text[: kept + 1]
         return text
+
+    def _words(self, rng: random.Random) -> Callable[[int], list[str]]:
+        """Return what makes so many further words of one prompt."""
+        return lambda count: rng.choices(WORDS, k=count)
+
+
+class Passages(Prompts):
+    """Prompts of real text: passages of the pages in ``docs/``, each from a random word on.
+
+    What an engine drafts from its prompt is accepted in text of this kind, and hardly ever after random words.
+    """
+
+    def _words(self, rng: random.Random) -> Callable[[int], list[str]]:
+        known = _page_words()
+        first = rng.randrange(len(known))
+        following = (known[n % len(known)] for n in itertools.count(first))
+        return lambda count: list(itertools.islice(following, count))
+
+
+@cache
+def _page_words() -> list[str]:
+    return [word for page in sorted(PAGES.glob("*.md")) for word in page.read_text(encoding="utf-8").split(" ")]
+
+
+KINDS: dict[str, type[Prompts]] = {"words": Prompts, "text": Passages}

@@ -81,6 +81,13 @@ def engine(precision: str = "bf16", of: Path | None = None) -> str:
     return name
 
 
+def named(name: str) -> str:
+    """Return the engine of that name, or that of NAME or of a checkpoint folder, which is built if needed."""
+    if name == NAME:
+        return engine()
+    return engine(of=Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
+
+
 def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Write random bf16 weights as safetensors: u64 header length, JSON header, the bytes of all tensors."""
     random, header, end = np.random.default_rng(0), {}, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,15 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
     return "\n".join([line(text[0]), "  " + "  ".join("-" * width for width in widths), *map(line, text[1:])])
 
 
+def medians(found: Mapping[str, Sequence[float]], what: str) -> str:
+    """Format figures of several rounds."""
+    rows = [
+        (name, number(statistics.median(of), 2), f"{number(min(of), 2)} to {number(max(of), 2)}")
+        for name, of in found.items()
+    ]
+    return table(rows, (what, "median", "range"))
+
+
 def ms(seconds: float) -> str:
     """Format seconds as milliseconds with about three digits; "-" for nan."""
     if math.isnan(seconds):
@@ -61,6 +71,14 @@ def on(conditions: Mapping[str, object]) -> str:
     return (
         f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
     )
+
+
+def at_most(what: str, value: float, bound: float) -> Goal:
+    return f"{what}, at most", value, bound, value <= bound
+
+
+def at_least(what: str, value: float, bound: float) -> Goal:
+    return f"{what}, at least", value, bound, value >= bound
 
 
 def verdicts(goals: Sequence[Goal]) -> str:

@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
+from benchmarks import processes
 from benchmarks.child_process import ROOT, process
 from benchmarks.measurement import ServerUnderTest
 from contract.errors import EngineFailed
 
+IDLE_S, IDLE_CPU_PERCENT = 0.5, 10.0
 ENGINES = Path(os.environ.get("TRIDENT_ENGINES_DIR") or ROOT / "engines")
 # The server's child command: prints where the server is, and ends when its standard input closes.
 _CHILD = (
@@ -24,12 +28,26 @@ _CHILD = (
 
 
 @contextmanager
-def running_server(engine: str, env: Mapping[str, str] | None = None) -> Iterator[ServerUnderTest]:
-    """Start a server for ``engines/<engine>`` with ``env`` besides our environment. Raises EngineFailed."""
+def running_server(engine: str, env: Mapping[str, str] | None = None, rest: bool = True) -> Iterator[ServerUnderTest]:
+    """Start a server for ``engines/<engine>`` with ``env`` besides our environment. Raises EngineFailed.
+
+    rest: wait until it has loaded what it does not need for its first tokens.
+    """
     command = [sys.executable, "-m", "server", "--engine", engine, "--free-ports", "--", sys.executable, "-c", _CHILD]
     # The liveness probe's requests would count among ours.
     with process(command, None, {"TRIDENT_CANARY_INTERVAL_S": "86400", **(env or {})}) as child:
-        yield _address(child, engine)
+        server = _address(child, engine)
+        if rest:
+            wait_for_rest(child.pid)
+        yield server
+
+
+def wait_for_rest(pid: int) -> None:
+    """Wait until engine workers below process ``pid`` use no CPU: one that drafts loads its second pipeline late."""
+    for one in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            while processes.role(one.cmdline()) == "engine worker" and one.cpu_percent(IDLE_S) > IDLE_CPU_PERCENT:
+                pass
 
 
 def _address(process: subprocess.Popen[str], engine: str) -> ServerUnderTest:

@@ -1,30 +1,36 @@
-"""Run every part of the benchmarks in bounded time, and compare with the last kept run on this kind of machine.
+"""Run the parts of the benchmarks within a bound of time, and compare with the last kept run on this kind of machine.
 
-A part is a verb in a process of its own, ended when its time is up. What it has in its JSON file as ``compared`` (see
-``Figure``), or what ``read`` makes of that file, is compared with baseline.json. A further part is one line of PARTS.
+A part is a command in a process of its own, ended when its time is up. What it writes as ``compared`` (see
+``figures.compared``) is compared with baseline.json. A further part is one entry of PARTS.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, plots, report
-from benchmarks.child_process import ROOT, process
-from benchmarks.figures import noise
+from benchmarks import machine, page, report
+from benchmarks.child_process import ROOT, STOP_S, process
+from benchmarks.figures import HIGHER, LOWER, compared, noise
+from benchmarks.self_check import OTHERS_SHARE
 from contract import step_model
 from contract.errors import InvalidArgument
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
-PAGE = ROOT / "docs" / "performance.md"
-LOWER, HIGHER = "lower", "higher"
+BUDGET_S, QUICK_S = 3600.0, 300.0
+SLACK = 1.04  # of an estimate, at least
+LATE = 2.0  # a part is ended after so many times its estimate
+MEASURED, REGRESSED, FAILED, INTERRUPTED_CODE = 0, 3, 1, 130
+INTERRUPTED = "was interrupted"
+NOTED = "done.json"  # beside a part's results: how it ended
 
 
 @dataclass(frozen=True)
@@ -38,240 +44,312 @@ class Figure:
     def median(self) -> float:
         return statistics.median(self.values)
 
-    @property
-    def noise(self) -> float:
-        """By how much the rounds differ."""
-        return noise(self.values)
-
     def worse_by(self, before: Figure) -> float:
         """Return by which factor it is worse than ``before``, less 1."""
         ratio = self.median / before.median
         return (ratio if self.better == LOWER else 1 / ratio) - 1
 
     def regressed(self, before: Figure) -> bool:
-        """Return whether it is worse than ``before`` by more than either run's noise."""
-        return self.worse_by(before) > max(self.noise, before.noise)
+        """Return whether it is worse than ``before`` by more than the rounds of either run differ."""
+        return self.worse_by(before) > max(noise(self.values), noise(before.values))
 
-
-Figures = dict[str, Figure]  # by ``GROUP: LABEL``; the figures of a group have one unit
-
-
-def compared(table: Any) -> Figures:
-    return {name: Figure(one["better"], one["values"]) for name, one in table["compared"].items()}
-
-
-def _relaying(table: Any) -> Figures:
-    rows = {(row["path"], row["streams"], row["paced"]): row["us_of_rounds"] for row in table["relayed"]}
-    found: Figures = {}
-    for (path, streams, paced), values in rows.items():
-        name, _, protocol = path.rpartition(", ")
-        label = f"{protocol}, {streams} {'paced' if paced else 'unpaced'}"
-        if name:
-            found[f"CPU of a token, µs: {name}, {label}"] = Figure(LOWER, values)
-        bare = rows.get((f"bare relay, {protocol}", streams, paced))
-        if name == "gateway" and bare:
-            ratios = [ours / theirs for ours, theirs in zip(values, bare, strict=True)]
-            found[f"CPU of the bare relay's: {label}"] = Figure(LOWER, ratios)
-    return found
-
-
-def _limits(table: Any) -> Figures:
-    slow = table["connections"]
-    found = {f"MiB of {one['streams']} streams: {one['protocol']}": [one["peak_rss_mib"]] for one in slow}
-    found |= {f"recovery after a burst, s: {one['protocol']}": [one["recovered_s"]] for one in table["burst"]}
-    return {name: Figure(LOWER, values) for name, values in found.items()}
-
-
-def _efficiency(table: Any) -> Figures:
-    found: dict[str, list[float]] = {}
-    for engine, batches in table["batches"].items():
-        speed = {(b["path"], b["concurrency"], b["round"]): b["tokens"] / b["wall_s"] for b in batches}
-        for b in batches:
-            if b["path"] != "raw engine":
-                label, key = f"{engine}, {b['path']}, {b['concurrency']}", (b["concurrency"], b["round"])
-                ratio = speed[(b["path"], *key)] / speed[("raw engine", *key)]
-                found.setdefault(f"speed of the raw engine's: {label}", []).append(ratio)
-                serving_us = 1e6 * sum(b["serving_cpu_s"].values()) / b["tokens"]
-                found.setdefault(f"serving CPU of a token, µs: {label}", []).append(serving_us)
-    return {name: Figure(HIGHER if name.startswith("speed") else LOWER, values) for name, values in found.items()}
-
-
-def _hops(table: Any) -> Figures:
-    return {
-        f"CPU of a response, µs: {model}, {at}": Figure(
-            LOWER, [1e6 * sum(b["serving_cpu_s"].values()) / b["messages"] for b in batches]
-        )
-        for at, found in table.items()
-        if at.isdigit()
-        for model, batches in found["batches"].items()
-    }
-
-
-def _cancel(table: Any) -> Figures:
-    return {"cancel to the next request, ms: p50": Figure(LOWER, [1e3 * table["figures"]["p50"]])}
-
-
-def _sweep(table: Any) -> Figures:
-    return {f"tokens/s: {run['name']}": Figure(HIGHER, [run["figures"]["output_tokens_per_s"]]) for run in table}
-
-
-def _peers(table: Any) -> Figures:
-    found: dict[str, list[float]] = {}
-    for one in table["rounds"]:
-        found.setdefault(f"tokens/s: {one['peer']}, {one['concurrency']}", []).append(one["tokens_per_s"])
-    return {name: Figure(HIGHER, values) for name, values in found.items()}
+    @property
+    def usable(self) -> bool:
+        return bool(self.values) and all(0 < value < float("inf") for value in self.values)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A verb of the benchmarks.
+    """A command of the benchmarks.
 
-    options, limit_s: of a whole run. quick: both of a quick one; None leaves the part out.
-    kind: stem of the JSON file that it writes; the verb by default.
+    options: {model} stands for the checkpoint of the real model; quick: options that replace some in a quick run.
+    fixed_s, round_s: what it takes on two cores, without rounds and for each; rounds: as many as are chosen, at most.
+    extra: it comes after the others have two rounds.
     """
 
     name: str
     verb: str
     options: str
-    limit_s: float
-    quick: tuple[str, float] | None = None
-    read: Callable[[Any], Figures] = compared
-    kind: str = ""
+    fixed_s: float
+    round_s: float = 0.0
+    rounds: int = 0
+    quick: str = ""
+    extra: bool = False
 
     def file(self, out: Path) -> Path:
-        return out / self.name / f"{self.kind or self.verb}.json"
+        return out / self.name / f"{self.verb}.json"
+
+    def estimate_s(self, rounds: int, quick: bool = False) -> float:
+        return (self.fixed_s + rounds * self.round_s) * (0.6 if quick else 1)
+
+    def command(self, rounds: int, quick: bool, model: str, out: Path) -> list[str]:
+        options = [*self.options.split(), *(self.quick.split() if quick else ())]
+        counted = ["--rounds", str(rounds)] if rounds else []
+        words = [word.replace("{model}", model) for word in options]
+        return [sys.executable, "-m", "benchmarks", self.verb, *words, *counted, "--out", str(self.file(out).parent)]
 
 
-_RELAYING = "--only latency,cost,workers --rounds 3 --seconds 2"
-_RELAYING_QUICK = "--only latency,workers --rounds 2 --seconds 1 --without-peers"
-_LIMITS = "--only connections,burst"
-_EFFICIENCY_QUICK = "--engines demo --rounds 1 --concurrency 1,32"
-_SWEEP_QUICK = "--engine demo --concurrency 1,8 --duration 3"
+_PEERS = "--only trident,vllm,llama.cpp --duration 4"
+_REAL = "--model {model} --prompts text"
+_PEERS_QUICK = "--only trident,llama.cpp --concurrency 1,8 --duration 2"
+# What a reader chooses by first. Half an hour reaches all but the extras with one or two rounds, an hour all with two.
 PARTS = (
-    Part("relaying", "gateway", _RELAYING, 900, (_RELAYING_QUICK, 80), _relaying),
-    Part("limits", "gateway", _LIMITS, 360, None, _limits),
-    Part("efficiency", "efficiency", "--rounds 2", 480, (_EFFICIENCY_QUICK, 90), _efficiency),
-    Part("hops", "hops", "--rounds 2", 240, None, _hops),
-    Part("textbook", "textbook", "--rounds 2", 180, ("--rounds 1 --concurrency 8 --tokens 32", 30)),
-    Part("calibrate", "calibrate", "--engine demo --seconds 90", 120),
-    Part("cancel", "cancel", "--engine demo", 120, ("--engine demo --samples 10", 40), _cancel),
-    Part("sweep", "sweep", "--engine demo --duration 5", 120, (_SWEEP_QUICK, 45), _sweep),
-    Part("clients", "clients", "--engine demo", 480),
-    Part("peers", "peers", "--rounds 1 --duration 3", 600, None, _peers),
+    Part("peers-8bit", "peers", f"{_REAL} --precision int8_sq {_PEERS}", 150, 105, 3, _PEERS_QUICK),
+    Part("peers-bf16", "peers", f"{_REAL} {_PEERS}", 150, 105, 3, _PEERS_QUICK),
+    Part("efficiency", "efficiency", "--engines demo,{model} --concurrency 1,8,32", 60, 70, 3, "--concurrency 1,8"),
+    Part("textbook", "textbook", "--tokens 96", 38, 24, 3, "--concurrency 8"),
+    Part("ceiling", "textbook", "--step-ms 0 --concurrency 32,128,512 --tokens 64", 40, 25, 2, "--concurrency 32"),
+    Part("mixed", "mixed", "--engine {model}", 20, 25, 3, "--streams 8 --duration 4"),
+    Part("start", "start", "--engine {model}", 0, 20, 3),
+    Part("prefix", "prefix", "--engine {model}", 20, 14, 3, "--concurrency 1"),
+    Part("relaying", "gateway", "--only latency,cost,workers --seconds 1.5", 30, 115, 2, "--without-peers --seconds 1"),
+    Part("clients", "clients", "--requests 12 --rates 4", 25, 85, 3),
+    Part("cancel", "cancel", "--engine demo", 60, quick="--samples 10", extra=True),
+    Part("peers-162m", "peers", f"--model bench-160m {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),
+    Part(
+        "peers-162m-8bit",
+        "peers",
+        f"--model bench-160m --precision int8 {_PEERS}",
+        180,
+        110,
+        2,
+        _PEERS_QUICK,
+        extra=True,
+    ),
+    Part(
+        "efficiency-162m",
+        "efficiency",
+        "--engines bench-160m --concurrency 1,8,32",
+        40,
+        60,
+        2,
+        "--concurrency 1,8",
+        extra=True,
+    ),
+    Part("hops", "hops", "", 40, 50, 2, "--concurrency 8 --tokens 64", extra=True),
+    Part("limits", "gateway", "--only connections,burst", 200, quick="--streams 1000", extra=True),
+    Part("sweep", "sweep", "--engine demo --duration 5", 60, quick="--concurrency 1,8 --duration 3", extra=True),
+    Part("calibrate", "calibrate", "--engine demo --seconds 90", 120, extra=True),
 )
 
 
-def run(only: Sequence[str], quick: bool, keep: bool, out: Path, parts: Sequence[Part] = PARTS) -> int:
-    """Run the parts, print their tables and the comparison, write all.json.
+def plan(parts: Sequence[Part], left_s: float, quick: bool = False, slower: float = 1.0) -> dict[str, int | None]:
+    """Return the rounds of each part, None for those that do not fit into ``left_s`` seconds.
 
-    A part whose JSON file is in ``out`` already is not run again. keep: make this run the one that later ones are
-    compared with, and draw docs/performance.md.
-    Returns 1 if a part failed or was not done in time, else 3 if a figure regressed, else 0.
+    A table less is worse than a round less: every part that is no extra gets one round, in their order, then a second,
+    so that figures have a range; then the extras likewise, then all get further ones. A quick run has one of each.
+    slower: by how much parts took longer than their estimates so far.
+    """
+    found: dict[str, int | None] = dict.fromkeys((part.name for part in parts), None)
+    core, extra = ([part for part in parts if part.extra == kind] for kind in (False, True))
+    for chosen, rounds in ((core, 1), (core, 2), (extra, 1), (extra, 2), (parts, 3)):
+        for part in chosen if rounds == 1 or not quick else ():
+            more_s = (part.round_s if rounds > 1 else part.estimate_s(min(1, part.rounds), quick)) * slower
+            before = None if rounds == 1 else rounds - 1
+            if found[part.name] == before and (rounds == 1 or part.rounds >= rounds) and more_s <= left_s:
+                found[part.name], left_s = min(rounds, part.rounds), left_s - more_s
+    return found
+
+
+@dataclass
+class Done:
+    """What one part gave. rounds, took_s: 0 if it had been done before; others: share of the machine."""
+
+    rounds: int = 0
+    took_s: float = 0.0
+    others: float = 0.0
+    problem: str = ""
+
+
+def run(
+    only: Sequence[str],
+    quick: bool,
+    keep: bool,
+    out: Path,
+    parts: Sequence[Part] = PARTS,
+    budget_s: float | None = None,
+    model: str = "",
+) -> int:
+    """Run the parts that fit into ``budget_s`` in their order, print their tables and the comparison, write all.json.
+
+    A part that an earlier run has finished in ``out`` is not run again. What a part measured before it was interrupted
+    or ended for lack of time counts.
+    keep: make this run the one that later ones are compared with, and draw docs/performance.md.
+    model: checkpoint folder of a real model; without it the parts that need one are left out.
+    Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
     """
     if unknown := set(only) - {part.name for part in parts}:
         raise InvalidArgument("only", f"must be of {', '.join(part.name for part in parts)}, got {min(unknown)!r}")
+    budget_s = budget_s or (QUICK_S if quick else BUDGET_S)
+    # A part that is ended may take as long as it is given to stop its servers.
+    ends_s, kind = time.monotonic() + budget_s - min(STOP_S + 2, budget_s / 20), step_model.machine_kind()
     conditions = machine.described()
-    kind = step_model.machine_kind()
-    figures: Figures = {}
-    failed: dict[str, str] = {}
-    for part in parts:
-        if (only and part.name not in only) or (quick and part.quick is None):
+    left_out = {
+        part.name: "needs --model FOLDER (make: CHECKPOINT=FOLDER)"
+        for part in parts
+        if not model and "{model}" in part.options and (not only or part.name in only)
+    }
+    chosen = [part for part in parts if (not only or part.name in only) and part.name not in left_out]
+    done = {part.name: before for part in chosen if (before := _done_before(part, out))}
+    todo = [part for part in chosen if part.name not in done]
+    print(f"{report.on(conditions)}\n{_planned(todo, ends_s - time.monotonic(), quick, left_out)}", flush=True)
+    expected_s = took_s = 0.0
+    interrupted = False
+    for nth, part in enumerate(todo):
+        left_s, slower = ends_s - time.monotonic(), min(LATE, max(SLACK, took_s / expected_s)) if expected_s else SLACK
+        planned = plan(todo[nth:], left_s, quick, slower)
+        rounds = planned[part.name]
+        if interrupted or rounds is None:
+            needs_s = part.estimate_s(min(part.rounds, 1), quick) * slower
+            lacks = f"needs about {needs_s:.0f} s, {max(0.0, left_s):.0f} s are left"
+            left_out[part.name] = "interrupted" if interrupted else lacks
             continue
+        estimate_s = part.estimate_s(rounds, quick)
         print(f"== {part.name}", flush=True)
-        problem = "" if part.file(out).exists() else _run(part, quick, out)
-        if problem:
-            failed[part.name] = problem
-            print(f"  {part.name} {problem}", flush=True)
-        if part.file(out).exists():
-            table = json.loads(part.file(out).read_text())
-            figures |= {f"{part.name}: {name}": one for name, one in part.read(table).items() if usable(one)}
+        others_s = [
+            of.estimate_s(planned[of.name] or 0, quick) for of in todo[nth + 1 :] if planned[of.name] is not None
+        ]
+        limit_s = min(left_s, max(LATE * estimate_s + 60, left_s - sum(others_s) * slower))
+        done[part.name] = one = _run(part, rounds, quick, model, out, limit_s)
+        interrupted = one.problem == INTERRUPTED
+        expected_s, took_s = expected_s + estimate_s, took_s + one.took_s
+        print(f"  {part.name}: {one.took_s:.0f} s of about {estimate_s:.0f}", flush=True)
+        print(report.disturbance(one.others), flush=True)
+        if one.problem:
+            print(f"  {part.name} {one.problem}", flush=True)
+    entries = {
+        part.name: entry for part in chosen if part.name in done and (entry := _entry(part, done, quick, model, out))
+    }
     kept: dict[str, Any] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    before = {name: Figure(**one) for name, one in kept.get(kind, {}).get("figures", {}).items()}
-    regressed = compare(figures, before)
-    print(_comparison(figures, before, kind, kept.get(kind, {}).get("when", "")))
-    written = {name: asdict(one) for name, one in figures.items()}
-    load = f"{conditions['load_average_1min']:.1f}"
-    entry = {"when": time.strftime("%Y-%m-%d", time.gmtime()), "commit": _commit(), "load": load, "figures": written}
-    table = {"machine": kind, "conditions": conditions, **entry, "failed": failed, "regressed": regressed}
-    report.write_json(table, out, "all")
-    if keep:
-        figures_kept = {name: asdict(one) for name, one in before.items()} | written
-        kept[kind] = entry | {"figures": {name: _rounded(one) for name, one in figures_kept.items()}}
+    before = kept.get(kind, {})
+    regressed = _shown(entries, before, kind)
+    print("".join(f"\n  left out: {name}: {reason}" for name, reason in left_out.items()))
+    table = {"machine": kind, "conditions": conditions, "parts": entries, "left_out": left_out, "regressed": regressed}
+    ran = {name: {"rounds": one.rounds, "took_s": round(one.took_s, 1)} for name, one in done.items()}
+    problems = {name: one.problem for name, one in done.items() if one.problem}
+    report.write_json({**table, "ran": ran, "failed": problems}, out, "all")
+    if keep and entries:
+        better = {name: entry for name, entry in entries.items() if not _worse_conditions(entry, before.get(name))}
+        for name in entries.keys() - better.keys():
+            print(f"  not kept: {name}: others used {entries[name]['others']:.0%} of the machine")
+        kept[kind] = before | better
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")
-        draw(kind, kept[kind])
-    return 1 if failed else 3 if regressed else 0
+        order = {part.name: nth for nth, part in enumerate(PARTS)}
+        page.write(kind, dict(sorted(kept[kind].items(), key=lambda one: order.get(one[0], len(order)))))
+    if interrupted:
+        return INTERRUPTED_CODE
+    return FAILED if problems.keys() - entries.keys() else REGRESSED if regressed else MEASURED
 
 
-def usable(figure: Figure) -> bool:
-    return bool(figure.values) and all(0 < value < float("inf") for value in figure.values)
+def _worse_conditions(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    """Return whether an entry was disturbed and the one before was not."""
+    return entry["others"] > OTHERS_SHARE and before is not None and before["others"] <= OTHERS_SHARE
 
 
-def compare(figures: Figures, before: Figures) -> list[str]:
-    """Return the names of the figures that regressed."""
-    return [name for name, one in figures.items() if name in before and one.regressed(before[name])]
+def _planned(parts: Sequence[Part], left_s: float, quick: bool, left_out: Mapping[str, str]) -> str:
+    """Format what would be run, and how long it takes on two cores."""
+    rows, sum_s = [], 0.0
+    for part in parts:
+        rounds = plan(parts, left_s, quick, SLACK)[part.name]
+        estimate_s = part.estimate_s(rounds, quick) if rounds is not None else 0.0
+        sum_s += estimate_s
+        rows.append((part.name, part.verb, rounds or "-", "left out" if rounds is None else f"{estimate_s:.0f}"))
+    rows += [(name, "", "", reason) for name, reason in left_out.items()]
+    rows.append(("together", "", "", f"{sum_s:.0f} of {left_s:.0f}"))
+    return report.table(rows, ("part", "command", "rounds", "about s"))
 
 
-def _run(part: Part, quick: bool, out: Path) -> str:
-    """Run a part, print what it printed, and return why it failed; "" if it did not."""
-    options, limit_s = part.quick if quick and part.quick else (part.options, part.limit_s)
+def _done_before(part: Part, out: Path) -> Done | None:
+    """Return what an earlier run in the same folder noted of the part; None unless it finished."""
+    noted = part.file(out).parent / NOTED
+    if not part.file(out).exists() or not noted.exists():
+        return None
+    one = Done(**json.loads(noted.read_text()))
+    return None if one.problem else one
+
+
+def _entry(part: Part, done: Mapping[str, Done], quick: bool, model: str, out: Path) -> dict[str, Any]:
+    """Return what is kept of a part; {} if it measured nothing."""
+    if not part.file(out).exists():
+        return {}
+    table, one = json.loads(part.file(out).read_text()), done[part.name]
+    if isinstance(table, list):
+        table = {"compared": _of_sweep(table)}
+    figures = {name: Figure(of["better"], of["values"]) for name, of in table["compared"].items()}
+    usable = {name: _rounded(figure) for name, figure in figures.items() if figure.usable}
+    words = part.command(one.rounds, quick, "FOLDER", out)[1:-2]
+    if not usable:
+        return {}
+    return {
+        "when": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _commit(),
+        "others": round(one.others, 3),
+        "command": " ".join([".venv/bin/python", *words]),
+        "model": Path(model).name if "FOLDER" in " ".join(words) else "",
+        "figures": usable,
+        "goals": [goal for goal in table.get("goals", ()) if math.isfinite(goal[1])],
+        "notes": [*table.get("notes", ()), *([one.problem] if one.problem else ())],
+    }
+
+
+def _of_sweep(runs: Sequence[Any]) -> dict[str, dict[str, object]]:
+    rates = {f"tokens/s: {run['name']}": [run["figures"]["output_tokens_per_s"]] for run in runs}
+    firsts = {f"TTFT p95, ms: {run['name']}": [1e3 * run["figures"]["ttft_s"]["p95"]] for run in runs}
+    return compared(HIGHER, rates) | compared(LOWER, firsts)
+
+
+def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: float) -> Done:
+    """Run a part and print what it printed."""
     folder = part.file(out).parent
-    command = [sys.executable, "-m", "benchmarks", part.verb, *options.split(), "--out", str(folder)]
-    log = folder / "output.txt"
-    with process(command, log, pipe_output=False) as child:
+    part.file(out).unlink(missing_ok=True)  # of a run that did not finish
+    log, began_s, watch = folder / "output.txt", time.monotonic(), machine.Watch()
+    problem = ""
+    with process(part.command(rounds, quick, model, out), log, pipe_output=False) as child:
         try:
             code = child.wait(limit_s)
+            problem = "" if code in (0, 3) else f"ended with code {code}"
         except subprocess.TimeoutExpired:
-            return f"took more than {limit_s:g} s; see {log}"
+            problem = f"was ended after {limit_s:.1f} s"
+        except KeyboardInterrupt:
+            problem = INTERRUPTED
     print(log.read_text(), flush=True)
-    return "" if code in (0, 3) else f"ended with code {code}"
+    one = Done(rounds, time.monotonic() - began_s, watch.others(), problem)
+    (folder / NOTED).write_text(json.dumps(asdict(one)))
+    return one
 
 
-def _comparison(figures: Figures, before: Figures, kind: str, when: str) -> str:
-    """Format the figures beside those of the kept run, the regressed ones named at the end."""
-    rows = []
-    for name, one in figures.items():
-        cells = (f"{one.median:.4g}", f"{min(one.values):.4g} to {max(one.values):.4g}")
-        verdict = "", "new"
-        if name in before:
-            change = -one.worse_by(before[name])
-            verdict = f"{before[name].median:.4g}", "WORSE" if one.regressed(before[name]) else f"{change:+.0%}"
-        rows.append((name, *cells, *verdict))
-    regressed = compare(figures, before)
-    found = report.table(rows, ("figure", "median", "range", "kept", "better by"))
+def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> list[str]:
+    """Print the figures beside those of the kept run; return the names of those that regressed.
+
+    What others disturbed, now or then, is marked, and no regression.
+    """
+    rows, regressed = [], []
+    for part, entry in entries.items():
+        kept = before.get(part, {"figures": {}, "others": 0.0})
+        others = max(entry["others"], kept["others"])
+        for name, values in entry["figures"].items():
+            one = Figure(**values)
+            cells = (f"{one.median:.4g}", f"{min(one.values):.4g} to {max(one.values):.4g}")
+            verdict = "", "new"
+            if name in kept["figures"]:
+                old = Figure(**kept["figures"][name])
+                verdict = f"{old.median:.4g}", f"{-one.worse_by(old):+.0%}"
+                if one.regressed(old):
+                    verdict = verdict[0], f"{verdict[1]} WORSE"
+                    regressed += [f"{part}: {name}"] if others <= OTHERS_SHARE else []
+            disturbed = f", others {others:.0%}" if others > OTHERS_SHARE else ""
+            rows.append((f"{part}: {name}", *cells, verdict[0], verdict[1] + disturbed))
+        rows += [(f"{part}: {name}", "-", "", "", "not measured") for name in kept["figures"].keys() - entry["figures"]]
+    print(f"\n{kind}\n{report.table(rows, ('figure', 'median', 'range', 'kept', 'better by'))}")
     names = "".join(f"\n    {name}" for name in regressed)
-    return (
-        f"\n{kind}; kept run of {when or 'no day yet'}\n{found}\n"
-        f"  {len(regressed)} figures are worse by more than the noise{names}"
-    )
+    print(f"  {len(regressed)} figures are worse by more than the noise, in undisturbed parts{names}")
+    return regressed
 
 
-def _rounded(figure: Mapping[str, Any]) -> dict[str, Any]:
-    return {"better": figure["better"], "values": [float(f"{value:.4g}") for value in figure["values"]]}
+def _rounded(figure: Figure) -> dict[str, Any]:
+    return {"better": figure.better, "values": [float(f"{value:.4g}") for value in figure.values]}
 
 
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip()
-
-
-def draw(kind: str, entry: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Write the page of a kept run, with a plot for each group of figures."""
-    groups: dict[str, dict[str, Figure]] = {}
-    for name, one in entry["figures"].items():
-        part, group, label = name.split(": ", 2)
-        groups.setdefault(f"{part}: {group}", {})[label] = Figure(**one)
-    folder = page.with_suffix("")
-    lines = [
-        "# Performance",
-        "Written by `make bench-all KEEP=1`, not by hand: medians, lines from smallest to largest round.",
-        "Losses, conditions: [the log](../benchmarks/LOG.md). Method: [decision 0008](decisions/0008-benchmarks.md).",
-        "",
-        f"{kind}; {entry['when']}, commit {entry['commit']}; load average {entry['load']} before.",
-    ]
-    for name, figures in groups.items():
-        path = folder / f"{''.join(c if c.isascii() and c.isalnum() else '-' for c in name.lower()).strip('-')}.svg"
-        better = next(iter(figures.values())).better
-        plots.ranges({label: one.values for label, one in figures.items()}, f"{name} ({better} is better)", path)
-        lines += ["", f"## {name[0].upper()}{name[1:]}", f"![{name}]({folder.name}/{path.name})"]
-    page.write_text("\n".join(lines) + "\n")
-    print(f"  written: {page}")

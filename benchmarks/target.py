@@ -11,7 +11,6 @@ from typing import Protocol
 from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
 from clients import NO_RETRY, AsyncClient
-from clients.wire.connection import DEFAULT_MODEL
 from clients.wire.request import build
 from contract.generation import TokenDelta
 
@@ -65,9 +64,9 @@ class DeltaTarget(ABC):
 
 
 class EnsembleTarget(DeltaTarget):
-    """An ensemble over KServe gRPC, through the client library, on one connection."""
+    """An ensemble over KServe gRPC, by one client of the library. model: "" for the client's choice."""
 
-    def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True, model: str = DEFAULT_MODEL) -> None:
+    def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True, model: str = "") -> None:
         self._url, self._timeout_s, self._timings, self._model = url, timeout_s, timings, model
         self._client: AsyncClient | None = None  # made in the event loop that uses it
 

@@ -6,7 +6,7 @@ table shows how much one replica can pass. Counted is the CPU of tritonserver an
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
 import shutil
 import statistics
@@ -19,19 +19,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import machine, report
+from benchmarks import figures, machine, report
 from benchmarks.child_process import ROOT, process
-from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, closing
+from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, in_turns
 from benchmarks.engine_target import EngineTarget
-from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaStream, EnsembleTarget
-from benchmarks.workload import PlannedRequest, Workload
+from benchmarks.workload import PlannedRequest
 from clients.wire import infer_request
 from clients.wire.connection import DEFAULT_MODEL
-from contract import packed_delta
+from contract import manifest, packed_delta
 from contract.errors import EngineFailed, TridentError
 from contract.generation import TokenDelta
 from server import installation, ports, shared_memory, triton_command
@@ -39,7 +38,9 @@ from server.admin import fetch
 from server.repository import read_pipeline
 from server.settings import PORT_FIELDS, Settings
 
-TEXTBOOK, OURS = "textbook", {"ensemble": DEFAULT_MODEL, "packed": packed_delta.MODEL}
+TEXTBOOK, PACKED, EACH = "textbook", "packed", ", 1 token/msg"
+OURS = {"ensemble": DEFAULT_MODEL, PACKED: packed_delta.MODEL}
+CEILING_GOAL = 20_000.0  # tokens/s with an engine that costs nothing
 Cost = Callable[[Batch], float]
 _COSTS: dict[str, Cost] = {  # µs
     "response": lambda batch: batch.serving_us * batch.tokens / batch.messages,
@@ -99,6 +100,7 @@ def measure(
     engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, rounds: int
 ) -> dict[int, dict[str, list[Batch]]]:
     """Return the batches by concurrency and path. The first round warms up."""
+    manifest.load(ENGINES / engine)  # raises where there is none
     prompts = Prompts.for_engine(ENGINES / engine)
     env = os.environ | {"MOCK_STEP_MS": str(step_ms)}
     with ExitStack() as stack:
@@ -107,24 +109,12 @@ def measure(
         (mock / "engine" / "1" / "model.py").write_text(_MOCK)
         textbook = stack.enter_context(triton(ROOT / "benchmarks" / "textbook", engine, env))
         paths = {TEXTBOOK: ServingPath(TEXTBOOK, textbook, TextbookTarget(textbook.url, prompts), prompts)}
-        for sends, more in ((", 1 token/msg", EVERY_TOKEN_ENV), ("", {})):
+        for sends, more in ((EACH, EVERY_TOKEN_ENV), ("", {})):
             server = stack.enter_context(triton(mock, engine, env | more))
             for name, model in OURS.items():
                 target = EnsembleTarget(server.url, timings=False, model=model)
                 paths[name + sends] = ServingPath(name + sends, server, target, prompts)
-        found: dict[int, dict[str, list[Batch]]] = {at: {name: [] for name in paths} for at in concurrencies}
-
-        async def batches() -> None:
-            for n in range(rounds + 1):
-                for concurrency in concurrencies:
-                    for name, path in paths.items():
-                        lengths = Fixed(INPUT_TOKENS), Fixed(tokens)
-                        load = Workload(concurrency, None, *lengths, seed=n * 1000 + concurrency)
-                        batch = await path.batch(load, concurrency, n)
-                        found[concurrency][name] += [batch] if n else []
-
-        asyncio.run(closing(paths.values(), batches()))
-    return found
+        return in_turns(paths, concurrencies, rounds, (INPUT_TOKENS, tokens))
 
 
 def described(found: dict[int, dict[str, list[Batch]]]) -> str:
@@ -149,17 +139,28 @@ def _ratios(cost: Cost, batches: Sequence[Batch], textbook: Sequence[Batch]) -> 
 
 
 def compared(found: dict[int, dict[str, list[Batch]]]) -> dict[str, dict[str, object]]:
-    """Return the ratios to the textbook by figure, for ``benchmarks.suite``."""
-    return {
-        f"CPU of the textbook's: a {unit}, {name}, {at}": {
-            "better": "lower",
-            "values": _ratios(cost, batches, paths[TEXTBOOK]),
-        }
-        for at, paths in found.items()
-        for name, batches in paths.items()
-        for unit, cost in _COSTS.items()
-        if name != TEXTBOOK
-    }
+    """Return what ``benchmarks.suite`` compares: the ratios to the textbook, and tokens per second."""
+    lower, higher = {}, {}
+    for at, paths in found.items():
+        for name, batches in paths.items():
+            for unit, cost in _COSTS.items() if name != TEXTBOOK else ():
+                ratios = _ratios(cost, batches, paths[TEXTBOOK])
+                lower[f"CPU of the textbook's: a {unit}, {name}, {at}"] = ratios
+            higher[f"tokens/s: {name}, {at}"] = [batch.tokens_per_s for batch in batches]
+    return figures.compared(figures.LOWER, lower) | figures.compared(figures.HIGHER, higher)
+
+
+def goals(found: dict[int, dict[str, list[Batch]]], step_ms: float) -> list[report.Goal]:
+    """Compare the packed ensemble with its goals: at a pace the ratios to the textbook, without one the ceiling."""
+    out: list[report.Goal] = []
+    for at, paths in found.items():
+        for unit, name, bound in (("response", PACKED + EACH, 1.0), ("token", PACKED, 0.5)) if step_ms else ():
+            ratio = statistics.median(_ratios(_COSTS[unit], paths[name], paths[TEXTBOOK]) or [math.nan])
+            out.append(report.at_most(f"CPU of a {unit} over the textbook's at {at}", ratio, bound))
+        if not step_ms:
+            speed = statistics.median(batch.tokens_per_s for batch in paths[PACKED])
+            out.append(report.at_least(f"tokens/s at {at}", speed, CEILING_GOAL))
+    return out
 
 
 def _range(values: Sequence[float]) -> str:
@@ -177,5 +178,7 @@ def run(engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, 
     every = [batch for paths in found.values() for batches in paths.values() for batch in batches]
     print(report.disturbance(statistics.mean(batch.others_share for batch in every)), flush=True)
     kept = [asdict(batch) for batch in every]
+    verdicts = goals(found, step_ms)
+    print(report.verdicts(verdicts))
     table = {"conditions": conditions, "step_ms": step_ms, "batches": kept, "compared": compared(found)}
-    return report.write_json(table, out, "textbook")
+    return report.write_json(table | {"goals": verdicts, "notes": [about]}, out, "textbook")

@@ -11,6 +11,8 @@ from benchmarks.lengths import Fixed, Lengths
 from benchmarks.prompts import PromptSource
 from contract.errors import InvalidArgument
 
+MOST_AT_ONCE = 10_000  # requests of a closed loop, each with a task
+
 
 @dataclass(frozen=True)
 class PlannedRequest:
@@ -64,8 +66,9 @@ class Workload:
             raise InvalidArgument(
                 "concurrency", "exactly one of concurrency (closed loop) and arrivals (open loop) must be set"
             )
-        if self.concurrency is not None and self.concurrency < 1:
-            raise InvalidArgument("concurrency", f"must be a whole number from 1, got {self.concurrency}")
+        if self.concurrency is not None and not 1 <= self.concurrency <= MOST_AT_ONCE:
+            problem = f"must be a whole number from 1 to {MOST_AT_ONCE}, got {self.concurrency}"
+            raise InvalidArgument("concurrency", problem)
         if not 0 <= self.cancel_fraction <= 1:
             raise InvalidArgument("cancel_fraction", f"must be between 0 and 1, got {self.cancel_fraction}")
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0) or self.prefix_groups < 0:

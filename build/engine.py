@@ -45,6 +45,9 @@ DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
 CALIBRATED_PARAMETERS = (
     700_000_000  # beyond this calibrating takes a laptop more than five minutes: a recipe asks for it
 )
+# A second copy of fewer weights is small beside what a server takes; where one step is short, drafts gain little.
+DRAFTING_PARAMETERS = range(20_000_000, 500_000_001)
+_PROMPT_LOOKUP = {"mode": "prompt_lookup"}
 GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3, "NoWheel": 3}  # by error; any other is 1
@@ -60,6 +63,7 @@ _BUILDER = (
     "package/draft.py",
     "package/tuning.py",
     "model/gptq.py",
+    "model/smoothquant.py",
     "model/graph.py",
     "model/lora_adapter.py",
     "model/lora_graph.py",
@@ -178,7 +182,7 @@ def _try(
             drafts.build(checkpoint, draft, recipe, partial, against.notify)
         if checkpoint.graph is not None:
             compile_cpu.require_servable(partial, compile_cpu.properties(recipe))
-        measured = tuning.measure(partial, recipe, checkpoint.architecture.num_parameters(), against.notify)
+        measured = tuning.measure(partial, recipe, checkpoint.architecture, against.notify)
         for setting in measured:
             engine = OpenVinoEngine(partial, setting.properties, checkpoint.architecture.vocab_size)
             is_last = setting is measured[-1]  # the plugin's own, the only one whose quality may be accepted
@@ -195,14 +199,16 @@ def _try(
         if setting.steps_s:
             others = [each.record() for each in measured if each is not setting]
             scores["tuning"] = {"chosen": setting.record(), "others": others}
+        chosen = recipe.changed(kv_cache_precision=setting.properties["KV_CACHE_PRECISION"], kv_cache_measured=False)
         if draft is not None:
             scores["draft"] = drafts.measure(engine, draft, setting.properties, recipe, partial, against, accept)
         if recipe.automatic:
-            scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
+            scores["choice"] = {"chosen": choice.words(chosen), "why": _why(tried), "tried_before": tried}
         small = draft.architecture if draft is not None else None
         finished = dataclasses.replace(
             provenance.manifest(recipe, checkpoint, _versions(recipe, checkpoint)),
-            memory_bytes=memory.footprint(recipe, checkpoint.architecture, small).total_bytes,
+            kv_cache_precision=chosen.kv_cache_precision,
+            memory_bytes=memory.footprint(chosen, checkpoint.architecture, small).total_bytes,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=hash_files(partial),
             properties=setting.properties,
@@ -265,9 +271,14 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
         built, files={}, properties={}, evaluation=None, created="", memory_bytes=None, adapter_first_token_id=None
     )
     for candidate in choice.candidates(recipe):
-        same = (built.precision, built.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
-        if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate, checkpoint)):
-            return candidate
+        chosen = candidate
+        if candidate.kv_cache_measured and built.kv_cache_precision in schema.MEASURED_KV:
+            chosen = candidate.changed(kv_cache_precision=built.kv_cache_precision, kv_cache_measured=False)
+        if (built.precision, built.kv_cache_precision) != (chosen.precision, chosen.kv_cache_precision):
+            continue
+        made = provenance.manifest(candidate, checkpoint, _versions(candidate, checkpoint))
+        if there == dataclasses.replace(made, kv_cache_precision=chosen.kv_cache_precision):
+            return chosen
     return None
 
 
@@ -311,6 +322,8 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     }
     if precision == "int4" and not arch.exported and arch.num_parameters() <= CALIBRATED_PARAMETERS:
         table["calibration"] = {}
+    if not arch.exported and arch.num_parameters() in DRAFTING_PARAMETERS:
+        table["speculative_decoding"] = _PROMPT_LOOKUP
     return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
 
 
@@ -332,7 +345,7 @@ def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, 
         return table
     left = {"quality", "head_precision"}
     if table.get("kind") == schema.CPU and precision != "int4":
-        left |= {"calibration", "group_size"}
+        left |= {"group_size"} if precision == "int8_sq" else {"calibration", "group_size"}
     if precision == schema.AUTO:
         left |= {"kv_cache_precision"}
     changes = {"precision": precision}
@@ -360,10 +373,13 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
     keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
     if kept.get("kind") != schema.CPU:
         return None
+    looks_up = (kept.get("speculative_decoding") or {}).get("mode") == _PROMPT_LOOKUP["mode"]
+    drafting = {"speculative_decoding": _PROMPT_LOOKUP} if looks_up else {}
     if kept.get("automatic"):
-        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": schema.AUTO}
+        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": schema.AUTO} | drafting
     calibration = {"calibration": kept["calibration"]} if kept.get("calibration") else {}
-    return {key: kept[key] for key in (*keys, "kv_cache_tokens", "kv_cache_precision")} | calibration
+    fixed = () if kept.get("kv_cache_measured") else ("kv_cache_precision",)
+    return {key: kept[key] for key in (*keys, "kv_cache_tokens", *fixed)} | calibration | drafting
 
 
 def _checked(name: str) -> str:

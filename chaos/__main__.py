@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import sys
 import tempfile
 import time
@@ -11,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos import ratchet, scenario
+from chaos import invariants, ratchet, scenario
 from chaos.invariants import Record, Violation
 from chaos.run import run
 from chaos.scenario import Scenario
-from contract.errors import TridentError
+from contract.errors import InvalidArgument, TridentError
 
 TRIES = 3  # of a listed finding, which may need luck
 SKIPPED = {
@@ -39,16 +40,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--known", action="store_true", help="run the scripts of the listed findings, too")
     given = parser.parse_args(argv)
     try:
+        _check(given)
         return asyncio.run(_main(given))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Raise InvalidArgument for what would run nothing, as nothing run would be told as nothing violated."""
+    for field, least, most in (("count", 1, 1000), ("duration", 1, 600), ("limit_s", 1, 86_400), ("shrink", 0, 100)):
+        if not least <= (value := getattr(given, field)) <= most:
+            raise InvalidArgument(f"--{field.replace('_', '-')}", f"must be from {least} to {most}, got {value:g}")
+    defects = importlib.import_module("tests.chaos.planted").DEFECTS if given.plant else ()
+    for field, allowed in (("plant", defects), ("expect", invariants.NAMES)):
+        for name in filter(None, getattr(given, field).split(",")):
+            if name not in allowed:
+                raise InvalidArgument(f"--{field}", f"must be of {', '.join(allowed)}, got {name!r}")
+
+
 async def _main(given: argparse.Namespace) -> int:
     scripts = [scenario.draw(seed, given.duration) for seed in range(given.seed, given.seed + given.count)]
     if given.scenario:
         files = sorted(given.scenario.glob("*.chaos")) if given.scenario.is_dir() else [given.scenario]
+        if not files:
+            raise InvalidArgument("SCENARIO", f"must be a script or a folder of *.chaos files, got {given.scenario}")
         scripts = [scenario.read(file) for file in files]
     if given.show:
         print("\n".join(map(str, scripts)), end="")
@@ -82,10 +98,13 @@ async def _findings(script: Scenario, given: argparse.Namespace) -> list[str]:
     """Run a scenario; shorten it and keep its script for each invariant that is violated. Return the findings."""
     names = []
     violations = await _once(script, given)
+    seen: dict[str, set[str]] = {}  # what shorter scenarios violated, which one run tells for all invariants
     for invariant in {violation.invariant: None for violation in violations}:
 
         async def fails(shorter: Scenario, invariant: str = invariant) -> bool:
-            return any(one.invariant == invariant for one in await _once(shorter, given))
+            if str(shorter) not in seen:
+                seen[str(shorter)] = {one.invariant for one in await _once(shorter, given)}
+            return invariant in seen[str(shorter)]
 
         small = await ratchet.shrink(script, fails, given.shrink)
         name = ratchet.finding(invariant, small.faults)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos.faults import KINDS
-from chaos.load import CUT, LATE, Outcome
+from chaos.load import CUT, LATE, LEFT, Outcome
 from chaos.scenario import Fault
 from contract.prometheus import Metrics
 
@@ -25,6 +25,7 @@ GAUGES = (
     "trident_gateway_body_bytes",
     "trident_open_streams",
 )
+NAMES = "ends bytes isolation errors budgets frees gauges resources recovery floor alerts".split()
 ALERTS = {"TridentReplicaOut": "replica", "TridentGatewayDown": "gateway"}
 ALERT_SLACK_S = 2.5
 
@@ -86,7 +87,7 @@ class Record:
 
 def check(record: Record) -> list[Violation]:
     """Return every violation, by invariant."""
-    checks = (_ends, _texts, _stored, _errors, _budgets, _gauges, _resources, _recovery, _floor, _alerts)
+    checks = (_ends, _texts, _stored, _errors, _budgets, _frees, _gauges, _resources, _recovery, _floor, _alerts)
     return [violation for check in checks for violation in check(record)]
 
 
@@ -94,7 +95,7 @@ def _ends(record: Record) -> Iterator[Violation]:
     for one in record.outcomes:
         if one.error == LATE:
             yield Violation("ends", f"no end: {one}", one.sent_s)
-        elif one.error != CUT and (one.ends != 1 or one.late_text):
+        elif one.error not in (CUT, LEFT) and (one.ends != 1 or one.late_text):
             detail = f"{one.ends} ends, {len(one.late_text)} characters behind the first: {one}"
             yield Violation("ends", detail, one.sent_s)
 
@@ -107,7 +108,8 @@ def _texts(record: Record) -> Iterator[Violation]:
         others = [text for prompt, text in record.expected.items() if prompt != one.prompt.text]
         foreign = len(one.text) > 20 and any(text.startswith(one.text[-20:]) or one.text in text for text in others)
         at = next((n for n, pair in enumerate(zip(one.text, expected, strict=False)) if pair[0] != pair[1]), -1)
-        detail = f"differs at character {at} of {len(expected)}, {len(one.text)} came: {one}"
+        seam = f"{one.text[at : at + 40]!r}, must be {expected[at : at + 40]!r}" if at >= 0 else "its length differs"
+        detail = f"differs at character {at} of {len(expected)}, {len(one.text)} came: {one}: {seam}"
         yield Violation("isolation" if foreign else "bytes", detail, one.sent_s)
 
 
@@ -124,7 +126,7 @@ def _errors(record: Record) -> Iterator[Violation]:
 
 def allowed(one: Outcome, happened: Sequence[Happened], recovery_s: float) -> bool:
     """Return whether docs/chaos.md allows that a request ends so beside these faults."""
-    if one.error == "Overloaded" and one.prompt.tenant == "capped":
+    if one.error == LEFT or (one.error == "Overloaded" and one.prompt.tenant == "capped"):
         return True
     felt = [this.fault for this in happened if this.touches(one.sent_s, one.ended_s, recovery_s)]
     near = [(KINDS[fault.kind], fault.target) for fault in felt]
@@ -143,18 +145,42 @@ def allowed(one: Outcome, happened: Sequence[Happened], recovery_s: float) -> bo
 def _budgets(record: Record) -> Iterator[Violation]:
     if record.budgets is None:
         return
-    served = sum(one.ok and one.prompt.tenant == "capped" for one in record.outcomes)
+    served = sum((one.ok or one.received > 0) and one.prompt.tenant == "capped" for one in record.outcomes)
     if served > record.admitted:
         yield Violation("budgets", f"{served} requests of 'capped' were served and {record.admitted} allowed")
     used, held = record.budgets
     metered = [one for one in record.outcomes if one.prompt.tenant == "metered"]
-    least = sum(sum(one.tokens) for one in metered if one.ok and one.tokens)
+    for one in metered:
+        if one.error == LEFT and one.tokens and one.received > one.tokens[1]:
+            yield Violation("budgets", f"counted with {one.tokens[1]} tokens, {one.received} came: {one}", one.sent_s)
+    least = sum(sum(one.tokens) for one in metered if one.error in ("", LEFT) and one.tokens)
     # A stream that broke is charged what it used, or stays reserved until its lease ends if its gateway is gone.
-    most = least + sum(len(one.prompt.text) + one.prompt.max_tokens for one in metered if one.error)
+    broken = [one for one in metered if one.error and not (one.error == LEFT and one.tokens)]
+    most = least + sum(len(one.prompt.text) + one.prompt.max_tokens for one in broken)
     if not least - 2 <= used + held <= most + 2:
         yield Violation("budgets", f"'metered' was charged {used:.1f} with {held:.1f} held: must be {least} to {most}")
     if held > 0.5 and not any(one.error == CUT for one in metered):
         yield Violation("budgets", f"{held:.1f} tokens of 'metered' are still reserved and no gateway is gone")
+
+
+def _frees(record: Record) -> Iterator[Violation]:
+    """Of the callers of a protocol that leave in the first half of a stream, far from any fault, half at least are
+    served no further, and half of those free an engine: the others may have been at their end already."""
+    cut, cancelled, counts = 0, 0.0, dict[str, float]()
+    felt = [(this.begun_s, this.ended_s + record.recovery_s) for this in record.happened]
+    far = [one for one in record.outcomes if not any(a <= one.ended_s + 1 and one.sent_s <= b for a, b in felt)]
+    for protocol in ("http", "grpc"):
+        left = [one for one in far if one.error == LEFT and one.protocol == protocol and one.received]
+        ends = [one.tokens[1] < one.prompt.max_tokens for one in left if one.tokens]
+        cut += sum(ends)
+        if sum(ends) < len(ends) // 2:
+            yield Violation("frees", f"{ends.count(False)} of {len(ends)} who left over {protocol} were served on")
+    for name, page in (item for _, pages in record.samples for item in pages.items()):
+        now = page.value("trident_requests_total", finish_reason="cancelled")
+        cancelled += max(0.0, now - counts.get(name, now))  # a process that was started again counts anew
+        counts[name] = now
+    if cancelled < cut // 2:
+        yield Violation("frees", f"gateways ended {cut} streams whose callers had left, engines {cancelled:.0f}")
 
 
 def _gauges(record: Record) -> Iterator[Violation]:
@@ -189,7 +215,8 @@ def _recovery(record: Record) -> Iterator[Violation]:
     until_s = max(last_s, record.load_ended_s) + record.recovery_s
     for name in {one.gateway for one in record.outcomes} if record.happened else ():
         later = [one for one in record.outcomes if one.gateway == name and one.sent_s >= last_s]
-        served_s = min((one.ended_s for one in later if one.ok), default=until_s)
+        served = [one for one in later if one.ok or (one.error == LEFT and one.received)]
+        served_s = min((one.ended_s for one in served), default=until_s)
         if len(later) >= 3 and served_s > last_s + record.recovery_s:
             yield Violation("recovery", f"{name} served nothing for {served_s - last_s:.1f} s after the last fault")
     if not record.settled_s:

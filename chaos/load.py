@@ -24,10 +24,13 @@ from contract.generation import FinishReason, GenerationRequest, SamplingParams
 
 CUT = "cut"  # the connection broke, or there was none
 LATE = "no end"  # nothing ended the stream in time
+LEFT = "left"  # its caller left
 TENANTS = ("plain", "metered", "capped")
 # Of error events, which have no status of their own.
 _CODES = {"rate_limit_exceeded": 429, "unavailable": 503, "deadline_exceeded": 504, "engine_failed": 500}
 LENGTHS = (4, 12, 32, 64, 160)
+LONG, LEAVING = 32, 0.4  # this part of the callers that ask for so many tokens leave, a quarter of them at once
+AT_ONCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,19 @@ PROMPTS = tuple(
 )
 
 
+class Left(Exception):
+    """The caller has read enough."""
+
+
 @dataclass
 class Outcome:
     """How a request ended. Times are seconds of the monotonic clock.
 
     ends: messages that end the stream, one by right. late_text: text behind the first of them.
-    error: name of the error's class, CUT, LATE, or "". message: its text.
-    tokens: prompt and output tokens of the usage; None without.
+    error: name of the error's class, CUT, LATE, LEFT, or "". message: its text.
+    tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
+    id: what logs call the request. leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
+    received: tokens that came for certain.
     """
 
     prompt: Prompt
@@ -66,22 +75,31 @@ class Outcome:
     error: str = ""
     message: str = ""
     tokens: tuple[int, int] | None = None
+    id: str = ""
+    leaves: int | None = None
+    received: int = 0
 
     @property
     def ok(self) -> bool:
         return not self.error
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, tokens: int) -> None:
+        """Take over a message. Raises Left."""
         if self.ends:
             self.late_text += text
         self.text += text
+        self.received += tokens
+        if self.leaves and len(self.text) >= self.leaves:
+            raise Left
 
     def fail(self, error: str, message: str) -> None:
         self.error, self.message = self.error or error, self.message or message[:300]
 
     def __str__(self) -> str:
         how = f"{self.error}: {self.message}" if self.error else f"{len(self.text)} characters, {self.ends} ends"
-        return f"{self.prompt.tenant} {self.prompt.max_tokens} tokens, {self.protocol} at {self.gateway}: {how}"
+        return (
+            f"{self.id}, {self.prompt.tenant} {self.prompt.max_tokens} tokens, {self.protocol} at {self.gateway}: {how}"
+        )
 
 
 @dataclass
@@ -101,16 +119,19 @@ class Load:
 
     async def run(self, seed: int, duration_s: float, rate: float) -> None:
         """Send requests for ``duration_s`` and wait for the end of all."""
-        source = random.Random(seed)
+        source, leaving = random.Random(seed), random.Random(f"{seed} leaving")
         tasks, begun_s = [], time.monotonic()
         at_s = source.expovariate(rate)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             while at_s < duration_s:
                 await asyncio.sleep(begun_s + at_s - time.monotonic())
+                prompt, protocol = source.choice(PROMPTS), source.choice(("http", "grpc"))
                 outcome = Outcome(
-                    source.choice(PROMPTS), source.choice(("http", "grpc")), source.choice(sorted(self.http)), 0.0
+                    prompt, protocol, source.choice(sorted(self.http)), 0.0, id=f"chaos-{len(self.outcomes)}"
                 )
+                if prompt.max_tokens >= LONG and leaving.random() < LEAVING:
+                    outcome.leaves = leaving.choice((0, 1, 1, 1)) * leaving.randint(1, prompt.max_tokens // 2)
                 tasks.append(asyncio.create_task(self._send(outcome, session)))
                 if len(self.outcomes) % 8 == 0:
                     tasks.append(asyncio.create_task(self._store(outcome.gateway, session)))
@@ -121,9 +142,14 @@ class Load:
         outcome.sent_s = time.monotonic()
         self.outcomes.append(outcome)
         ask = self._over_http(outcome, session) if outcome.protocol == "http" else self._over_grpc(outcome)
+        patience_s = AT_ONCE_S if outcome.leaves == 0 else self.patience_s
         try:
-            await asyncio.wait_for(ask, self.patience_s)
+            await asyncio.wait_for(ask, patience_s)
+        except Left:
+            outcome.fail(LEFT, f"after {len(outcome.text)} characters")
         except asyncio.TimeoutError:
+            if outcome.leaves == 0:
+                outcome.fail(LEFT, "at once")
             outcome.fail(LATE, f"{outcome.ends} ends after {self.patience_s:.0f} s, {len(outcome.text)} characters")
         except (aiohttp.ClientError, OSError) as exc:
             outcome.fail(CUT, repr(exc))
@@ -154,7 +180,8 @@ class Load:
         body = {"model": "demo", "prompt": prompt.text, "max_tokens": prompt.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         url, key = f"http://{self.http[outcome.gateway]}/v1/completions", self.keys[prompt.tenant]
-        async with session.post(url, json=body, headers={"authorization": f"Bearer {key}"}) as answer:
+        headers = {"authorization": f"Bearer {key}", "x-request-id": outcome.id}
+        async with session.post(url, json=body, headers=headers) as answer:
             if answer.status != 200:
                 error = json.loads(await answer.read())["error"]
                 outcome.ends = 1
@@ -177,15 +204,16 @@ class Load:
             outcome.fail(_of_status(event["error"].get("code")), event["error"]["message"])
             outcome.ends += 1
         for choice in event.get("choices", ()):
-            outcome.add(choice["text"])
+            outcome.add(choice["text"], bool(choice["text"]))
             outcome.ends += choice["finish_reason"] is not None
         if event.get("usage"):
+            outcome.ends += outcome.tokens is not None
             outcome.tokens = event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
 
     async def _over_grpc(self, outcome: Outcome) -> None:
         prompt = outcome.prompt
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        request = GenerationRequest(text_input=prompt.text, max_tokens=prompt.max_tokens, sampling=sampling)
+        request = GenerationRequest(prompt.text, max_tokens=prompt.max_tokens, sampling=sampling, request_id=outcome.id)
         connection = Connection(self.grpc[outcome.gateway], api_key=self.keys[prompt.tenant])
         channel, decode = AsyncChannel(connection), ResponseDecoder().decode
         try:
@@ -197,7 +225,7 @@ class Load:
                     error = errors.from_text(message)
                     outcome.fail(type(error).__name__ if error else "EngineFailed", message)
                 elif delta is not None:
-                    outcome.add(delta.text)
+                    outcome.add(delta.text, len(delta.token_ids))
                     outcome.ends += delta.finish_reason is not None
                     if delta.finish_reason is FinishReason.ERROR:
                         error = errors.from_text(delta.error)

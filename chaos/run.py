@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -17,11 +19,13 @@ from chaos.envoy import FILTERED
 from chaos.faults import KINDS
 from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, Fleet
 from chaos.invariants import Happened, Record, Violation
-from chaos.load import Load, undisturbed
+from chaos.load import LEFT, Load, Outcome, undisturbed
 from chaos.scenario import Fault, Scenario, possible
 from contract.prometheus import Metrics
 
 SAMPLE_S = 0.25
+# In compressed time its 99th percentile is the latest of 13 timers: two late ones of a busy machine fire it.
+NOT_JUDGED = "TridentEventLoopLate"
 WARM_S = 2.0
 LONGEST_STREAM_S = 40.0
 # The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
@@ -31,7 +35,7 @@ SETTLE_S = 25.0
 async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[Violation], Record, frozenset[str]]:
     """Start a fleet, run the scenario and stop it. Return violations, record, and what is not installed.
 
-    folder: of logs. Raises TridentError if the fleet does not start.
+    folder: of logs, and of outcomes.jsonl, a line for each request. Raises TridentError if the fleet does not start.
     """
     fleet = Fleet(folder, plant)
     try:
@@ -39,6 +43,8 @@ async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[V
         record = await _observed(fleet, possible(scenario, fleet.without))
     finally:
         await fleet.close()
+    lines = (json.dumps(dataclasses.asdict(one)) for one in record.outcomes)
+    (folder / "outcomes.jsonl").write_text("\n".join(lines), "utf-8")
     return invariants.check(record), record, fleet.without
 
 
@@ -64,6 +70,7 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
         await asyncio.gather(*watching, return_exceptions=True)
     record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
+    _read_logs(fleet.folder, record.outcomes)
     record.admitted = CAPPED_REQUESTS + int((time.monotonic() - begun_s) / 60) + 1
     await _read_redis(fleet, record)
     if fleet.prometheus_url:
@@ -111,6 +118,18 @@ async def _sample(fleet: Fleet, record: Record) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
+def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """Take what callers that left had used from the gateways' logs: nobody else was told."""
+    left = {one.id: one for one in outcomes if one.error == LEFT}
+    for path in folder.glob("gateway-*.log"):
+        for line in path.read_text("utf-8", "replace").splitlines():
+            with contextlib.suppress(ValueError):  # the line that a killed process was writing
+                row = json.loads(line) if '"output_tokens"' in line else {}
+                one = left.get(row.get("request_id", ""))
+                if one is not None and row["tenant"].startswith(one.prompt.tenant):  # requests before the faults: plain
+                    one.tokens = row["input_tokens"], row["output_tokens"]
+
+
 async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:
     """Wait until every process is well, gauges are 0 and no alert fires; return the metrics then."""
     deadline_s = time.monotonic() + SETTLE_S
@@ -129,7 +148,7 @@ async def _alerts_now(fleet: Fleet) -> list[str]:
     if not fleet.prometheus_url:
         return []
     answer = await _query(fleet, "query")
-    return sorted({series["metric"]["alertname"] for series in answer["data"]["result"]})
+    return sorted({series["metric"]["alertname"] for series in answer["data"]["result"]} - {NOT_JUDGED})
 
 
 async def _query(fleet: Fleet, path: str, **parameters: float) -> Mapping:

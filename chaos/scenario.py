@@ -80,12 +80,13 @@ def parse(text: str) -> Scenario:
                 faults.append(_fault(words))
             else:
                 name, value = words
-                numbers[name] = float(value) if name in numbers else numbers[name]
+                numbers[name] = (int if name == "seed" else float)(value) if name in numbers else numbers[name]
         except (ValueError, KeyError) as exc:
             form = "seed N, duration SECONDS, rate NUMBER or at SECONDS KIND TARGET [for SECONDS]"
             raise InvalidArgument(f"line {number}", f"must be {form}, got {line!r}: {exc}") from exc
     if not 1 <= numbers["duration"] <= 600 or not 0.1 <= numbers["rate"] <= 100:
-        raise InvalidArgument("duration, rate", "must be 1 to 600 seconds and 0.1 to 100 requests a second")
+        got = f"got {numbers['duration']:g} and {numbers['rate']:g}"
+        raise InvalidArgument("duration, rate", f"must be 1 to 600 seconds and 0.1 to 100 requests a second, {got}")
     late = [fault for fault in faults if not 0 <= fault.at_s <= fault.end_s <= numbers["duration"]]
     if late:
         raise InvalidArgument("at", f"must be within the duration of {numbers['duration']:g} s, got {late[0]}")
@@ -101,7 +102,10 @@ def _fault(words: list[str]) -> Fault:
         raise ValueError(f"target must be one of {', '.join(KINDS[kind].targets)}")
     if (KINDS[kind].for_s is None) == (len(words) == 6) or (len(words) == 6 and words[4] != "for"):
         raise ValueError("needs `for SECONDS`" if KINDS[kind].for_s else "is over at once and takes no `for`")
-    return Fault(at_s, kind, target, float(words[5]) if len(words) == 6 else 0.0)
+    for_s = float(words[5]) if len(words) == 6 else 0.0
+    if len(words) == 6 and not for_s > 0:
+        raise ValueError("SECONDS of `for` must be above 0")
+    return Fault(at_s, kind, target, for_s)
 
 
 def read(path: Path) -> Scenario:
@@ -110,3 +114,5 @@ def read(path: Path) -> Scenario:
         return parse(path.read_text("utf-8"))
     except OSError as exc:
         raise InvalidArgument("SCENARIO", f"must be a file that can be read, got {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument("SCENARIO", f"must be text in UTF-8, got {path}: {exc}") from exc

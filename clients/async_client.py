@@ -16,6 +16,7 @@ from clients.wire import infer_request, request, status
 from clients.wire.arguments import ClientOptions
 from clients.wire.channel import AsyncChannel
 from clients.wire.connection import Connection, trace_context
+from clients.wire.stream_model import StreamModel
 from clients.wire.token_stream import SingleRoute, TokenStream
 from contract.generation import GenerationRequest
 
@@ -48,13 +49,15 @@ class AsyncClient(AsyncBaseClient):
     def open(self, generation: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
         """Return a stream for a valid request. Nothing is sent before it is read."""
         context = trace_context(traceparent)  # one trace for all attempts
+        model = StreamModel(self._options.get("model"), generation.stream)
 
         def send(generation: GenerationRequest, remaining_s: float) -> grpc.aio.UnaryStreamCall:
-            payload = infer_request.generation(generation, self.model, remaining_s, timings)
+            payload = infer_request.generation(generation, self._channel.model(model), remaining_s, timings)
             metadata = self.connection.call_metadata(generation.request_id, context)
             return self._channel.generate(payload, remaining_s, metadata)
 
-        return self._tracked(TokenStream(SingleRoute(self.url, send), request.with_id(generation), self._schedule()))
+        route = SingleRoute(self.url, send, model.refused)
+        return self._tracked(TokenStream(route, request.with_id(generation), self._schedule()))
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """End a running request in the engine, from any client; an engine ignores an id that it does not know."""

@@ -28,6 +28,7 @@ from clients.wire.arguments import ClientOptions, GenerateArguments
 from clients.wire.completion import Completion
 from clients.wire.connection import trace_context
 from clients.wire.retries import RetryBudget
+from clients.wire.stream_model import StreamModel
 from clients.wire.token_stream import TokenStream
 from contract.errors import InvalidArgument, TridentError
 from contract.generation import GenerationRequest
@@ -113,7 +114,8 @@ class BalancedClient(AsyncBaseClient):
         """Return a stream for a valid request. A replica is picked when it is first read."""
         self._turn += 1
         routing = RoutingRequest(self._turn, session, costs.prefix(generation))
-        route = _Route(self._set, self._pick, self._rng, self.costs, self.model, routing, trace_context(traceparent))
+        model, context = StreamModel(self._options.get("model"), generation.stream), trace_context(traceparent)
+        route = _Route(self._set, self._pick, self._rng, self.costs, model, routing, context)
         return self._tracked(TokenStream(route, request.with_id(generation), self._schedule()))
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
@@ -149,11 +151,12 @@ class _Route:
         pick: Pick,
         rng: random.Random,
         known: Costs,
-        model: str,
+        model: StreamModel,
         routing: RoutingRequest,
         traceparent: str,
     ) -> None:
-        self._set, self._pick, self._rng, self._costs, self._model = replicas, pick, rng, known, model
+        self._set, self._pick, self._rng, self._costs = replicas, pick, rng, known
+        self._model, self.refused = model, model.refused
         self._routing, self._traceparent = routing, traceparent
         self._tried: set[str] = set()
 
@@ -167,7 +170,8 @@ class _Route:
         loads = untried or [replica.load() for replica in self._set.replicas.values()]
         replica = self._set.replicas[self._pick(loads, self._routing, self._rng).name]
         self._tried.add(replica.url)
-        payload = infer_request.generation(generation, self._model, remaining_s, timings=True)
+        model = replica.channel.model(self._model)
+        payload = infer_request.generation(generation, model, remaining_s, timings=True)
         metadata = replica.metadata(generation.request_id, self._traceparent)
         return ReservedCall(replica, self._costs, generation, payload, remaining_s, metadata)
 

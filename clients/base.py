@@ -37,7 +37,7 @@ class BaseClient(Generic[Stream]):
         unknown = options.keys() - ClientOptions.__annotations__.keys()
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
-        self.model = options.get("model", DEFAULT_MODEL)
+        self.model = options.get("model") or DEFAULT_MODEL
         self._options = options
         self._retry = options.get("retry") or RetryPolicy()
         self._budget = options.get("budget") or RetryBudget()

@@ -7,6 +7,7 @@ with Client("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from clients.wire.blocking_stream import BlockingStream
 from clients.wire.completion import Completion
 from clients.wire.connection import Connection, trace_context
 from clients.wire.status import UnaryCall
+from clients.wire.stream_model import ASK_TIMEOUT_S, PackedEnsemble, StreamModel
+from contract import packed_delta
+from contract.errors import TridentError
 from contract.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -43,6 +47,7 @@ class Client(BaseClient[BlockingStream]):
         self._opening = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._generate: grpc.UnaryStreamMultiCallable | None = None
+        self._packed = PackedEnsemble()
 
     @property
     def url(self) -> str:
@@ -65,15 +70,19 @@ class Client(BaseClient[BlockingStream]):
     def open(self, generation: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> BlockingStream:
         """Return a stream for a valid request. Nothing is sent before it is read."""
         context = trace_context(traceparent)  # one trace for all attempts
+        model = StreamModel(self._options.get("model"), generation.stream)
 
         def send(generation: GenerationRequest, remaining_s: float) -> grpc.Call:
             method = self._generate or self._opened().unary_stream(infer_request.GENERATE)
             self._generate = method
-            payload = infer_request.generation(generation, self.model, remaining_s, timings)
+            if model.chooses and self._packed.due():
+                threading.Thread(target=self._ask, daemon=True).start()
+            payload = infer_request.generation(generation, model.at(self._packed), remaining_s, timings)
             metadata = self.connection.call_metadata(generation.request_id, context)
             return method(payload, timeout=remaining_s, metadata=metadata)
 
-        return self._tracked(BlockingStream(send, self.url, request.with_id(generation), self._schedule()))
+        generation = request.with_id(generation)
+        return self._tracked(BlockingStream(send, self.url, generation, self._schedule(), model.refused))
 
     def complete(self, prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> Completion:
         """Return the whole text, sent in one response; arguments as for ``generate``."""
@@ -113,6 +122,10 @@ class Client(BaseClient[BlockingStream]):
             return method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
         except grpc.RpcError as exc:
             raise failures.from_call(exc, self.url) from exc
+
+    def _ask(self) -> None:
+        with contextlib.suppress(TridentError, ValueError):  # ValueError: the client was closed
+            self._packed.ready = self.model_ready(packed_delta.MODEL, ASK_TIMEOUT_S)
 
     def _opened(self) -> grpc.Channel:
         with self._opening:

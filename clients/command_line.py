@@ -55,7 +55,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "system": ("TEXT", str, "the system message it begins with"),
     "ask": ("QUESTION", str, "answered through the model's chat template, in place of code"),
     "url": ("URL", str, f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})"),
-    "model": ("MODEL", str, "the model to ask (default: %(default)s)"),
+    "model": ("MODEL", str, f"the model to ask (default: {DEFAULT_MODEL}, or for streams its packed form)"),
     "timeout": ("SECONDS", _seconds, "give up, and cancel the server's work, after so long"),
     "retries": ("N", int, "tries again before the first token (default: %(default)s)"),
     "api-key": ("KEY", str, "sent as a bearer token (default: $TRIDENT_API_KEY)"),
@@ -81,7 +81,7 @@ _FLAGS = {
     "tls": "encrypt, trusting the system's certificates",
     "ignore-eos": "continue to --max-tokens past the model's end tokens",
 }
-_DEFAULTS: dict[str, object] = {"model": DEFAULT_MODEL, "retries": 3, "max-tokens": 128, "ignore-eos": None}
+_DEFAULTS: dict[str, object] = {"model": "", "retries": 3, "max-tokens": 128, "ignore-eos": None}
 _DEFAULTS |= {"stop": [], "header": [], "request-id": "", "system": "", "tls-name": ""}
 _TLS = ("tls", "tls-root", "tls-cert", "tls-key", "tls-name")
 _CONNECTION = ("url", "model", "timeout", "retries", "api-key", "header", *_TLS)

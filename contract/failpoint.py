@@ -54,7 +54,10 @@ def parse(text: str) -> dict[str, _Armed]:
     return armed
 
 
-_ARMED = parse(os.environ.get(VARIABLE, ""))
+try:
+    _ARMED = parse(os.environ.get(VARIABLE, ""))
+except InvalidArgument as exc:  # at the import of any program, none of which has begun to tell errors
+    raise SystemExit(f"error: {exc}") from None
 
 
 def value(name: str) -> float | None:

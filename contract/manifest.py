@@ -101,6 +101,12 @@ class EngineManifest:
     adapter_first_token_id: int | None = None
     encoder: Mapping[str, Any] | None = None
 
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens that a step of a CPU engine may verify beside each sequence's own; 0 if it never drafts."""
+        drafting = self.recipe.get("speculative_decoding") if self.kind == "cpu" else None
+        return (drafting or {}).get("max_draft_len", 0)
+
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically and sync it to the disk."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True) + "\n"

@@ -1,8 +1,8 @@
-"""A TokenDelta as bytes: the only output of the model ``ensemble_packed``.
+"""A TokenDelta as bytes: the output of the model ``ensemble_packed``.
 
-A response of a Triton ensemble costs more with every output that a step maps, sent or not (benchmarks/LOG.md), so the
-detokenizer packs all of them into one and our clients unpack it. Little-endian: the numbers of ids and of bytes of
-text, UINT32 each; the ids, INT32; the text, UTF-8; then JSON of the other fields, if they say anything.
+A response of a Triton ensemble costs more with every output that a step maps, sent or not (benchmarks/LOG.md), so all
+of them are packed into one, which our clients unpack. Little-endian: the numbers of ids and of bytes of text, UINT32
+each; the ids, INT32; the text, UTF-8; then JSON of the other fields, if they say anything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import astuple
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 
 MODEL, OUTPUT = "ensemble_packed", "packed_delta"
+WATCH, WATCHED = "watch", "watched"  # of the step that looks for disconnected clients; of no use to them
 METRIC = "trident_packed_ensemble"  # of a server that has the model
 _HEAD = struct.Struct("<II")
 

@@ -6,14 +6,15 @@ manifest whose digest it carries; ``of_engine`` reads it. No coefficient is nega
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
 import os
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,35 @@ from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 FILE_NAME = "step_model.json"
-FORMAT = 1
-METRIC = "trident_engine_step_seconds"  # a gauge for each term, label "term"
+# 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance.
+FORMAT = 4
+METRIC = "trident_engine_step_seconds"  # a gauge for each name of ``StepModel.exported``, label "term"
 MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
+# Positions in an answer from which each number of a text's acceptance holds: most texts begin to repeat themselves.
+STRETCHES = 0, 8, 16, 32, 64
+TYPICAL_ANSWER = 64  # tokens
 FEW = 8  # sequences beyond the first ones share what a step reads of the weights
+# Tokens of all streams are sent together, once in a window. The engine's own follows what a response costs
+# (python_backends/cpu_engine/coalescing_window.py); this one, by the streams alone, stands for it.
+WINDOW_S, COMFORT_S, STREAM_S = 0.004, 0.018, 0.0011
+_PART = 0.45  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 64
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured step: sequences that decode, tokens in their caches, prompt tokens computed beside them, seconds."""
+    """A measured step: sequences that decode, tokens in their caches, prompt tokens computed beside them, seconds.
+    draft_tokens: of all sequences, verified."""
 
     sequences: float
     context_tokens: float
     prefill_tokens: float
     seconds: float
+    draft_tokens: float = 0.0
+
+    @property
+    def work(self) -> tuple[float, float, float, float]:
+        """The arguments of ``StepModel.seconds``."""
+        return self.sequences, self.context_tokens, self.prefill_tokens, self.draft_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +63,23 @@ class StepModel:
     made: UTC, ISO 8601. points: measured steps, 0 of an estimate.
     error_p50_percent, error_p95_percent: how far the points are from the model, in per cent of their seconds.
     request_s: seconds until a request's first token that no step takes: transport, tokenizer, detokenizer.
+    idle_s: by which the first step after a pause is longer.
+    spread: standard deviation of the logarithm of the time of a step with prompts, in service.
     step_s: of every step. first_sequence_s: for each of the first ``FEW`` sequences. sequence_s: for every sequence.
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.
-    cores: of the machine, which the engine shares with what follows; 0 if that was not measured. CPU seconds are of one
-        core.
+    draft_s: of a step that verifies any draft token. draft_token_s: for each of them.
+    draft_tokens: that a step verifies of a sequence alone; 0 of an engine that does not draft.
+    acceptance: for each of some texts, the probabilities that a draft token is accepted if those before it in its step
+        were, from each of ``STRETCHES`` on; the last one holds for the rest. They are those of the calibration's texts
+        unless others were given (``of_texts``).
+    cores: of the machine, which the engine shares with what follows; 0 if that was not measured: the terms hold it.
+        CPU seconds are of one core.
     request_cpu_s, burst_cpu_s, message_cpu_s: that Triton, tokenizer, detokenizer and client take for a request, for
-        each time that tokens are sent, and for each message of a stream then; the steps hold the last two.
+        each time that tokens are sent, and for each message of a stream then.
     gateway_s: of a request's time to the first token, spent in a gateway.
-    gateway_request_cpu_s, gateway_burst_cpu_s, gateway_message_cpu_s: that a gateway takes.
+    gateway_request_cpu_s, gateway_burst_cpu_s, gateway_message_cpu_s: that they and a gateway take together, where
+        requests come through one.
     """
 
     manifest_sha256: str
@@ -69,7 +93,13 @@ class StepModel:
     context_token_s: float = 0.0
     prefill_s: float = 0.0
     prefill_square_s: float = 0.0
+    draft_s: float = 0.0
+    draft_token_s: float = 0.0
+    draft_tokens: int = 0
+    acceptance: tuple[tuple[float, ...], ...] = ()
     request_s: float = 0.0
+    idle_s: float = 0.0
+    spread: float = 0.0
     cores: int = 0
     request_cpu_s: float = 0.0
     burst_cpu_s: float = 0.0
@@ -91,26 +121,82 @@ class StepModel:
         for name in _NUMBERS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgument(name, f"must be a finite number from 0, got {getattr(self, name)!r}")
+        for text in self.acceptance:
+            if not (1 <= len(text) <= len(STRETCHES) and all(0 <= part <= 1 for part in text)):
+                allowed = f"1 to {len(STRETCHES)} numbers from 0 to 1 for each text"
+                raise InvalidArgument("acceptance", f"must be {allowed}, got {list(text)}")
         if not self.step_s + self.sequence_s + self.first_sequence_s > 0:
             raise InvalidArgument("step_s", "or sequence_s must be above 0: no step takes no time")
 
     @property
     def terms(self) -> dict[str, float]:
-        """The seconds by name, as a server exports them in ``METRIC``."""
+        """The engine's seconds by name."""
         return {name: getattr(self, name) for name in TERMS}
+
+    @property
+    def exported(self) -> dict[str, float]:
+        """The seconds by name, as a server exports them in ``METRIC``."""
+        cores = self.cores or math.inf
+        return self.terms | {"burst_s": self.burst_cpu_s / cores, "message_s": self.message_cpu_s / cores}
+
+    @staticmethod
+    def of_exported(manifest_sha256: str, exported: Mapping[str, float]) -> StepModel:
+        """Raises InvalidArgument: names the field."""
+        known: dict[str, Any] = {name: exported.get(name, 0.0) for name in TERMS}
+        known |= {f"{name}_cpu_s": exported.get(f"{name}_s", 0.0) for name in ("burst", "message")}
+        return StepModel(manifest_sha256=manifest_sha256, machine="", source=MEASURED, made="", cores=1, **known)
+
+    @property
+    def behind_gateway(self) -> StepModel:
+        """The model where requests come through a gateway on the same machine."""
+        names = ("request_cpu_s", "burst_cpu_s", "message_cpu_s")
+        through: dict[str, Any] = {name: getattr(self, f"gateway_{name}") for name in names}
+        return replace(self, **through)
+
+    def of_texts(self, acceptance: tuple[tuple[float, ...], ...], field: str) -> StepModel:
+        """Return the model for other texts, with () for the same. Raises InvalidArgument for ``field``."""
+        acceptance = acceptance or self.acceptance
+        if bool(acceptance) != (self.draft_tokens > 0):
+            allowed = "given" if self.draft_tokens else "left out: the engine does not draft"
+            raise InvalidArgument(field, f"must be {allowed}, got {[list(text) for text in acceptance]}")
+        return replace(self, acceptance=acceptance)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a sequence that is drafted for alone: the tokens of typical answers by the steps that they take."""
+        steps, ends = 0.0, (*STRETCHES[1:], TYPICAL_ANSWER)
+        for text in self.acceptance:
+            for begin, end in zip(STRETCHES, ends, strict=True):
+                steps += (end - begin) / tokens_per_step(accepted_at(text, begin), self.draft_tokens)
+        return len(self.acceptance) * TYPICAL_ANSWER / steps if steps else 1.0
 
     @property
     def estimated(self) -> bool:
         return self.source != MEASURED
 
-    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float) -> float:
-        """Return the seconds of a step.
+    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+        """Return the seconds of a step, with what sending its tokens takes of the cores.
 
-        sequences: that get a token each. context_tokens: of all of them together.
-        prefill_tokens: of prompts, computed in the same step.
+        sequences: that get a token each, and what is accepted of the drafts. context_tokens: of all of them together.
+        prefill_tokens: of prompts, computed in the same step. drafts: tokens of all sequences, verified.
         """
-        values = _features(sequences, context_tokens, prefill_tokens)
+        own_s = self.engine_s(sequences, context_tokens, prefill_tokens, drafts)
+        if not (self.cores and sequences):
+            return own_s
+        sent_s = self.sent_s(sequences)
+        # A step of s seconds sends once in window / s + _PART steps: s = own + sent / (window / s + _PART).
+        window_s = max(WINDOW_S, min(COMFORT_S, sequences * STREAM_S), sequences * STREAM_S / 2)
+        half = (window_s - sent_s - own_s * _PART) / 2
+        return min(own_s + sent_s, (math.sqrt(half * half + _PART * own_s * window_s) - half) / _PART)
+
+    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+        """Return the seconds of a step without what sending takes."""
+        values = _features(sequences, context_tokens, prefill_tokens, drafts)
         return sum(getattr(self, name) * value for name, value in zip(TERMS, values, strict=True))
+
+    def sent_s(self, sequences: float) -> float:
+        """Return the seconds by which a step is longer whose tokens, and those before them, are sent."""
+        return (self.burst_cpu_s + sequences * self.message_cpu_s) / self.cores if self.cores else 0.0
 
     def decode_tokens_per_s(self, sequences: float, context_tokens: float) -> float:
         """Return the tokens per second of ``sequences`` that decode. context_tokens: of each."""
@@ -163,17 +249,19 @@ class StepModel:
         if not isinstance(table, dict):
             raise InvalidArgument("", "it is not a JSON object")
         if table.get("format") != FORMAT:
-            raise InvalidArgument("format", f"must be {FORMAT}, got {table.get('format')!r}")
+            raise InvalidArgument("format", f"must be {FORMAT}, got {table.get('format')!r}: calibrate again")
         known = {field.name: field for field in fields(StepModel)}
         for name in table.keys() - known.keys() - {"format"}:
             raise InvalidArgument(str(name), "is no field of a step model")
-        for name, value in table.items():
-            kind = (int, float) if name in _NUMBERS else str
-            if name != "format" and (not isinstance(value, kind) or isinstance(value, bool)):
-                allowed = "a number" if name in _NUMBERS else "a text"
-                raise InvalidArgument(name, f"must be {allowed}, got {value!r}")
+        told = {name: value for name, value in table.items() if name not in ("format", "acceptance")}
+        if not isinstance(acceptance := texts(table.get("acceptance", [])), tuple):
+            raise InvalidArgument("acceptance", f"must be a list of numbers for each text, got {acceptance!r}")
+        for name, value in (*told.items(), *(("acceptance", value) for text in acceptance for value in text)):
+            number = name in _NUMBERS or name == "acceptance"
+            if not isinstance(value, (int, float) if number else str) or isinstance(value, bool):
+                raise InvalidArgument(name, f"must be {'a number' if number else 'a text'}, got {value!r}")
         try:
-            return StepModel(**{name: value for name, value in table.items() if name != "format"})
+            return StepModel(**told, acceptance=acceptance)
         except TypeError as exc:
             missing = next(name for name in known if name not in table)
             raise InvalidArgument(missing, "is missing") from exc
@@ -206,9 +294,10 @@ def of_engine(folder: Path) -> StepModel:
     return model
 
 
-def fit(points: Sequence[Point]) -> tuple[dict[str, float], float, float]:
+def fit(points: Sequence[Point], sent_s: Sequence[float] = ()) -> tuple[dict[str, float], float, float]:
     """Fit the terms of a StepModel: least squares of the relative errors, no coefficient below 0. Needs numpy.
 
+    sent_s: of each point's seconds, what was spent on sending; none by default.
     Returns the terms by name, and the 50th and 95th percentile of the points' errors in per cent.
     Raises InvalidArgument: too few points, or seconds that are not above 0.
     """
@@ -219,22 +308,45 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, float], float, float]:
     if wrong := [point for point in points if not 0 < point.seconds < math.inf]:
         raise InvalidArgument("seconds", f"must be above 0, got {wrong[0]}")
     seconds = np.array([point.seconds for point in points])
-    rows = [_features(point.sequences, point.context_tokens, point.prefill_tokens) for point in points]
+    rows = [_features(*point.work) for point in points]
     relative = np.array(rows) / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
+    own = 1 - np.array(sent_s or [0.0] * len(points)) / seconds
     usable = [term for term in range(len(TERMS)) if scale[term] > 0]
     best, least = np.zeros(len(TERMS)), math.inf
     # The best of all subsets whose solution has no negative part: with so few terms the exact answer is the simple one.
     for count in range(1, len(usable) + 1):
         for subset in map(list, itertools.combinations(usable, count)):
-            found, *_ = np.linalg.lstsq(relative[:, subset] / scale[subset], np.ones(len(points)), rcond=None)
-            missed = float(((relative[:, subset] / scale[subset] @ found - 1) ** 2).sum())
+            found, *_ = np.linalg.lstsq(relative[:, subset] / scale[subset], own, rcond=None)
+            missed = float(((relative[:, subset] / scale[subset] @ found - own) ** 2).sum())
             if found.min() >= 0 and missed < least * (1 - 1e-9):
                 best, least = np.zeros(len(TERMS)), missed
                 best[subset] = found / scale[subset]
-    errors = 100 * np.abs(relative @ best - 1)
+    errors = 100 * np.abs(relative @ best - own)
     p50, p95 = (float(value) for value in np.percentile(errors, [50, 95]))
     return dict(zip(TERMS, map(float, best), strict=True)), p50, p95
+
+
+def texts(acceptance: Any) -> Any:
+    """Return the acceptance of some texts as ``StepModel`` has it, and what is none as it is.
+
+    acceptance: a number, or a list that has for each text a number or a list of them.
+    """
+    if isinstance(acceptance, (int, float)) and not isinstance(acceptance, bool):
+        acceptance = [acceptance]
+    if not isinstance(acceptance, (list, tuple)):
+        return acceptance
+    return tuple(tuple(text) if isinstance(text, (list, tuple)) else (text,) for text in acceptance)
+
+
+def accepted_at(text: Sequence[float], position: int) -> float:
+    """Return the acceptance of a text at a position of the answer."""
+    return text[min(len(text), bisect.bisect_right(STRETCHES, position)) - 1]
+
+
+def tokens_per_step(acceptance: float, draft_tokens: int) -> float:
+    """Return the tokens that a step makes of a sequence with so many drafts. acceptance: that holds there."""
+    return sum(acceptance**nth for nth in range(draft_tokens + 1))
 
 
 def processor() -> str:
@@ -255,16 +367,26 @@ def machine_kind() -> str:
 
 TERMS = (
     *("step_s", "first_sequence_s", "sequence_s", "context_token_s"),
-    *("prefill_s", "prefill_token_s", "prefill_square_s"),
+    *("prefill_s", "prefill_token_s", "prefill_square_s", "draft_s", "draft_token_s"),
 )
 BESIDE = (
     *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s"),
     *("gateway_s", "gateway_request_cpu_s", "gateway_burst_cpu_s", "gateway_message_cpu_s"),
 )
-_NUMBERS = (*TERMS, *BESIDE, "request_s", "points", "error_p50_percent", "error_p95_percent")
+_NUMBERS = (
+    *TERMS,
+    *BESIDE,
+    "draft_tokens",
+    "request_s",
+    "idle_s",
+    "spread",
+    "points",
+    "error_p50_percent",
+    "error_p95_percent",
+)
 
 
-def _features(sequences: float, context_tokens: float, prefill_tokens: float) -> tuple[float, ...]:
+def _features(sequences: float, context_tokens: float, prefill_tokens: float, draft_tokens: float) -> tuple[float, ...]:
     """Return what each term is multiplied by; none falls when an argument grows."""
     prefill = float(prefill_tokens > 0), prefill_tokens, prefill_tokens * prefill_tokens
-    return 1.0, min(sequences, FEW), sequences, context_tokens, *prefill
+    return 1.0, min(sequences, FEW), sequences, context_tokens, *prefill, float(draft_tokens > 0), draft_tokens

@@ -153,4 +153,7 @@ ENGINE_OUTPUTS = (
     _t("first_token_time_ns", "INT64"),
     _t("last_token_time_ns", "INT64"),
     _t("stream_state", "INT64", -1, ours=True),  # the whole response, see python_backends/ensemble/token_increment.py
+    # These two only together and without others, for ensemble_packed (python_backends/cpu_engine/packed_sink.py).
+    _t("packed_delta", "UINT8", -1, ours=True),
+    _t("watch", "INT64", 3, ours=True),  # epoch, key and instant of a look at a stream's client; zeros for none
 )

@@ -39,7 +39,8 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
     place = [str(part) for part in error["loc"] if part != "[key]"]
-    problem = f"must be {error['msg'].removeprefix('Input should be ')}, got {error['input']!r}"
+    _, should, rest = error["msg"].partition(" should ")
+    problem = f"must {rest if should else 'be ' + error['msg']}, got {error['input']!r}"
     if error["type"] == "value_error":  # a validator's own words
         words = str(error["ctx"]["error"])
         name, _, problem = words.partition(": ") if not words.startswith("must") else ("", "", words)

@@ -34,6 +34,11 @@ class Watchdog:
         self._unused_s = 0.0
         self._checked_s: float | None = None
 
+    @property
+    def unused_s(self) -> float:
+        """Seconds without progress and without CPU use, up to the last check."""
+        return self._unused_s
+
     def check(self, progress: object, working: bool, cpu_s: float | None, now_s: float) -> str:
         """Return why the process counts as hung, or "". Call it at least once a second.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ import openai
 
 from benchmarks.peer_servers import gateway
 from benchmarks.server_process import ENGINES
-from contract import gate_result, interpreter, toml_table
+from contract import gate_result, interpreter, manifest, toml_table
 from contract.errors import InvalidArgument, TridentError, Unavailable
 from evals import chat_run, curate, gate, judge, lm_eval_run, results, task
 from evals.chat_run import Endpoint
@@ -202,12 +201,11 @@ def _manifest(engine: str | None) -> tuple[str, str]:
     """Return the name of an engine and the digest of its manifest. engine: of engines/, or a folder."""
     if not engine:
         return "", ""
-    path = (Path(engine) if os.sep in engine else ENGINES / engine) / "manifest.json"
+    path = (Path(engine) if os.sep in engine else ENGINES / engine) / manifest.FILE_NAME
     try:
-        content = path.read_bytes()
+        return path.parent.name, manifest.sha256_file(path)
     except OSError as exc:
         raise InvalidArgument("engine", f"must be built, got {engine!r}: {path}: {exc.strerror}") from exc
-    return path.parent.name, hashlib.sha256(content).hexdigest()
 
 
 def _write(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from contract import redaction
 from contract.errors import InvalidArgument
-from evals import chat_run, checks, task
+from evals import chat_run, checks, json_lines, task
 from evals.results import Case, Results, Target, TaskResult
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
@@ -147,14 +147,10 @@ def _side(side: str, tasks: Sequence[task.Task], samples: Mapping[str, Any], cre
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text("utf-8").rstrip("\n").split("\n"), 1):  # answers hold U+2028
-        try:
-            sample = json.loads(line)
-            missing = [name for name in ("id", "time", "reasons", *_FILTERS.values()) if name not in sample]
-        except (ValueError, TypeError) as exc:
-            raise InvalidArgument(f"{path}:{number}", f"must be a JSON object: {exc}") from exc
+    for place, sample in json_lines.objects(path, path.read_text("utf-8")):
+        missing = [name for name in ("id", "time", "reasons", *_FILTERS.values()) if name not in sample]
         if missing:
-            raise InvalidArgument(f"{path}:{number}: {missing[0]}", "must be set, as `samples export` writes it")
+            raise InvalidArgument(f"{place}: {missing[0]}", "must be set, as `samples export` writes it")
         yield sample
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract import toml_table
 from contract.errors import InvalidArgument
-from evals import results
+from evals import json_lines, results
 from evals.chat_run import Endpoint
 from evals.results import Results
 from evals.task import Task
@@ -67,13 +66,8 @@ class Judged(BaseModel):
 
 def labels(path: Path) -> list[Label]:
     """Return the labelled pairs of a JSONL file. Raises InvalidArgument that names the line."""
-    found = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            found.append(toml_table.checked(Label, json.loads(line), f"{path}:{number}"))
-        except ValueError as exc:
-            raise InvalidArgument(f"{path}:{number}", f"must be a JSON object: {exc}") from exc
-    return found
+    lines = json_lines.objects(path, path.read_text("utf-8"))
+    return [toml_table.checked(Label, table, place) for place, table in lines]
 
 
 def judge(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from contract.errors import InvalidArgument
-from evals import checks
+from evals import checks, json_lines
 
 FOLDER = Path(__file__).resolve().parent / "tasks"
 LM_EVAL, CHAT = "lm-eval", "chat"
@@ -63,20 +62,16 @@ def _task(path: Path) -> Task:
         allowed = f"one of {', '.join(_FIELDS)}, or any word in metadata of a task with lm-eval's output_type"
         raise InvalidArgument(f"{path}: kind", f"must be {allowed}, got {kind!r}")
     fields = ("id",) if lm_eval else _FIELDS[kind]
-    cases = [_case(f"{lines}:{number}", line, fields) for number, line in enumerate(content.splitlines(), 1)]
+    cases = [_checked(place, case, fields) for place, case in json_lines.objects(lines, content)]
     if len({case["id"] for case in cases}) < max(1, len(cases)):
         raise InvalidArgument(f"{lines}: id", "must be there and different in every line")
     digest = hashlib.sha256(path.read_bytes() + content.encode()).hexdigest()
     return Task(path.stem, kind, str(said.get("about", "")), LM_EVAL if lm_eval else CHAT, digest, settings, cases)
 
 
-def _case(place: str, line: str, fields: Sequence[str]) -> dict[str, Any]:
-    try:
-        case = json.loads(line)
-    except ValueError as exc:
-        raise InvalidArgument(place, f"must be a JSON object: {exc}") from exc
+def _checked(place: str, case: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     for field in fields:
-        if not isinstance(case, dict) or field not in case:
+        if field not in case:
             raise InvalidArgument(f"{place}: {field}", "must be set")
     for rule in case.get("rules", ()):
         checks.checked(f"{place}: rules", rule)

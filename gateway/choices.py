@@ -100,7 +100,8 @@ class Choices:
         ended, before = self.generations[index], self._micros
         # A batch runs a line again whose generation was cut, and what came of it before is dropped.
         self._usages[index] = ended.usage if ended.finish_reason or self._operation != BATCH else None
-        self._micros = self._permit.ticket.charge.micros(self._total())
+        if self._permit.ticket.charge.price is not None:
+            self._micros = self._permit.ticket.charge.micros(self._total())
         return self._micros - before
 
     def _ended(self, index: int) -> None:
@@ -118,6 +119,8 @@ class Choices:
         self._permit.settle(usage)
         if usage is not None:
             self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._micros / 1e6)
+        if self._span is None and self._trace is None:
+            return
         ends = [generation.finish_reason or error_type(generation.error) for generation in self.generations]
         error = next((generation.error for generation in self.generations if generation.error is not None), None)
         first_s = min((one.first_s for one in self.generations if one.first_s), default=None)

@@ -15,7 +15,7 @@ from typing import Any
 from cachetools import TTLCache
 
 from contract.errors import EngineFailed, TridentError, Unavailable
-from contract.generation import GenerationRequest, TokenDelta
+from contract.generation import GenerationRequest, TokenDelta, changed
 
 _LOG = logging.getLogger(__name__)
 HEADER = "x-trident-continued"
@@ -119,7 +119,7 @@ class Continuation:
         if self._ids and request.sampling.prompt_log_probs:  # they were relayed
             sampling = changes.get("sampling", request.sampling)
             changes["sampling"] = dataclasses.replace(sampling, prompt_log_probs=False)
-        return dataclasses.replace(request, continue_ids=self.ids(request), **changes)
+        return changed(request, continue_ids=self.ids(request), **changes)
 
     def ids(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the ids of the output so far, without an echoed prompt's."""

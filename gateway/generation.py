@@ -132,6 +132,7 @@ class Generation:
         self._stream: TokenStream | UpstreamStream | None = None
         self._payload = b""  # a serialised ModelInferRequest to send as it is
         self._continued_payload: Callable[[tuple[int, ...]], bytes] | None = None
+        self._packs = False
         self._continuation = Continuation(runtime.settings.continuations)
         self._engine = ""  # hash of the engine that made the first token
         self._opened_s = 0.0  # when the current attempt began
@@ -340,6 +341,7 @@ class Generation:
             payload = self._continued_payload(state.ids(self.request))
         tried = state.tried | replicas.with_other_engine(self._turn.pool, self._engine)
         route = replicas.route(self.request, self._turn.pool, context.session, parent, payload, tried)
+        route.packs = self._packs or not payload
         route.priority = engine_priority(context.tenant.priority, context.own_priority)
         if self._turn.may_move:
             route.move, route.group = self._change_pool, context.tenant.pool
@@ -392,12 +394,18 @@ class Generation:
         if self.recording is not None:
             self.recording.observe(delta)
 
-    def relay(self, payload: bytes, continued: Callable[[tuple[int, ...]], bytes] | None) -> None:
+    def relay(self, payload: bytes, continued: Callable[[tuple[int, ...]], bytes] | None, packs: bool = False) -> None:
         """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message.
 
         continued: returns the payload that goes on behind these ids; None if the request cannot go on.
+        packs: the messages may be those of the packed ensemble, where the replica has it; see ``sent_packed``.
         """
-        self._payload, self._continued_payload = payload, continued
+        self._payload, self._continued_payload, self._packs = payload, continued, packs
+
+    @property
+    def sent_packed(self) -> bool:
+        """Whether the latest message came from the packed ensemble."""
+        return self._route is not None and self._route.sent_packed
 
     @property
     def message(self) -> bytes:
@@ -493,6 +501,7 @@ class Generation:
             self._record(error, attempts)
         finally:
             self._on_end()  # settles the permit even if recording fails
+            del self._on_end, self._micros  # which hold what holds this: it would wait for the garbage collector
 
     def _record(self, error: TridentError | None, attempts: int) -> None:
         """Write metrics, spans and the log line of the end."""
@@ -517,6 +526,9 @@ class Generation:
         )
         location = {"server.address": replica, "trident.attempts": attempts}
         end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
+        micros = self._micros()
+        if recording is None and self._shadow is None and not request_log.writes(error):
+            return
         ttft_s = round(self.first_s - self.began_s, 6) if self.first_s else None
         duration_s = round(time.monotonic() - self.began_s, 6)
         end = {"pool": pool, "finish_reason": self.finish_reason, "ttft_s": ttft_s, "duration_s": duration_s, **tokens}
@@ -528,9 +540,7 @@ class Generation:
             recording.put()
         known = {"generation_id": self.id, "replica": replica, "attempts": attempts, **end}
         known |= {"cached_tokens": usage.cached_tokens if usage else 0}
-        request_log.write(
-            self._context, error, self.began_s, **known, **request_log.cost_fields(self._context, self._micros())
-        )
+        request_log.write(self._context, error, self.began_s, **known, **request_log.cost_fields(self._context, micros))
 
     def _location(self) -> tuple[str, str]:
         """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from clients.wire.connection import DEFAULT_MODEL
+from contract import packed_delta
 from contract.errors import InvalidArgument, NotFound
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
@@ -73,7 +75,8 @@ def needs_of(requests: Sequence[GenerationRequest]) -> frozenset[str]:
 class Models:
     """The table of models, replaced when the configuration changes; requests keep the ``ServedModel`` they got.
 
-    default: the only model without a table. triton_model: a further name of it, or of the table's first model.
+    default: the only model without a table. triton_model: a further name of it, or of the table's first model, as is
+    that of the packed ensemble beside the ensemble.
     tokenizer: of the default model.
     reported: return the adapters that the replicas of a ``ServedModel.pool`` report, for models that name none.
     """
@@ -105,6 +108,8 @@ class Models:
             self._models[name] = ServedModel(name, pool, "", rules, tokens)
         first = self._default if self._default in self._models else next(iter(self._models))
         self._names = {self._triton_model: first}
+        if self._triton_model == DEFAULT_MODEL:
+            self._names[packed_delta.MODEL] = first
         self._names |= {alias: name for name, model in self._models.items() for alias in model.rules.aliases}
         self._names |= {name: name for name in self._models}
 

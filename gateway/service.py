@@ -19,7 +19,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
-from contract.generation import GenerationRequest, Usage
+from contract.generation import GenerationRequest, Usage, changed
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.admission.budgets import Reservation
@@ -53,6 +53,7 @@ from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
 from gateway.routing.shadow import Shadow
+from gateway.routing.succession import Succession
 from gateway.samples.recorder import Samples
 from gateway.telemetry import request_log
 from gateway.telemetry.budget_watch import BudgetWatch
@@ -101,6 +102,7 @@ class Service:
         self.live = LiveGenerations(self.watchdog, self.metrics.in_flight)
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.replicas = replicas or Replicas(settings)
+        self.succession = Succession(self.replicas, link, settings.workers)
         breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
         policy = configuration.policy
         lease_s = budget_lease_s(settings, configuration)
@@ -114,7 +116,6 @@ class Service:
         self.shared_state = SharedState(settings.redis) if settings.redis else None
         self.authentication = Authentication(settings, configuration, keys, self.shared_state)
         self.hooks = Hooks(self.authentication.named, self.metrics.registry)
-        self.authentication.hook = self.hooks.authenticated
         if self.shared_state is not None:
             self._concurrency = GatewayCaps(self._concurrency, self.shared_state)
         self.admission = FairAdmission(
@@ -190,6 +191,7 @@ class Service:
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         self.hooks.change()
+        self.authentication.hook = self.hooks.authenticated if self.hooks.authenticate else None
         policy, pools = self.configuration.policy, self.configuration.pools
         self.authentication.apply()
         self.models.change(self._table(policy))
@@ -363,9 +365,10 @@ class Service:
         upstream that accepts.
         """
         context = self.classified(context)
-        tenant, accepts = context.tenant, self.fallback.accepts(context)
+        tenant = context.tenant
         if not self.models.configured:
-            return replace(context, model=self.models.find(model, tenant))
+            return changed(context, model=self.models.find(model, tenant))
+        accepts = self.fallback.accepts(context)
 
         def ready(candidate: ServedModel) -> bool:
             return self.replicas.serves(candidate.pool) or any(
@@ -383,7 +386,7 @@ class Service:
             error = Unavailable(f"no upstream of the model {served.name} accepts requests")
             error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
             raise error
-        return replace(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
+        return changed(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
 
     def classified(self, context: RequestContext) -> RequestContext:
         """Return the context with the request's class. Raises InvalidArgument."""
@@ -446,7 +449,7 @@ class Service:
         if reservation is not None and isinstance(self.budgets, RedisStore):
             tokens = usage.input_tokens + usage.output_tokens
             self.budgets.settle_for_other(reservation, tokens, charge.micros(usage))
-        if usage.output_tokens:
+        if usage.output_tokens and self.admission.on_charged is not None:
             self.admission.on_charged(charge.record(time.time(), context.tenant.levels, usage))
 
     def context_headers(self, context: RequestContext) -> dict[str, str]:
@@ -459,8 +462,9 @@ class Service:
         """Return the permit of one caller's requests. Raises as ``choices``."""
         tenant, accepts = context.tenant, self.fallback.accepts(context)
         with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
-            down = not self.replicas.serves(tenant.pool)
             targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
+            elsewhere = targets is not None or self.configuration.policy.degradation is not None
+            down = elsewhere and not self.replicas.serves(tenant.pool)
             more = (down, context.caller, targets, tokens, context.charge())
             permit = await self.admission.admit(requests, tenant, accepts, *more)
             try:

@@ -34,13 +34,12 @@ class EngineLimits:
             blocks = manifest.kv_cache_tokens // BLOCK_TOKENS
         else:  # the pool is sized when the engine loads: as much as its batch may need
             blocks = manifest.max_batch_size * -(-manifest.max_seq_len // BLOCK_TOKENS)
-        drafts = (manifest.recipe.get("speculative_decoding") or {}).get("max_draft_len", 0)
         return cls(
             manifest.vocab_size,
             manifest.max_seq_len,
             manifest.max_batch_size,
             blocks,
-            max_draft_len=drafts if manifest.kind == "cpu" else 0,
+            max_draft_len=manifest.draft_tokens,
         )
 
     @property

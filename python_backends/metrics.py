@@ -62,10 +62,17 @@ class Metrics:
         return set_value
 
     def flush(self) -> None:
-        """Send everything pending to Triton. One thread only."""
+        """Send everything pending to Triton, a counter's values as their sum. One thread only."""
+        sums: dict[Any, float] = {}
         for _ in range(len(self._pending)):
             action, metric, value = self._pending.popleft()
-            getattr(metric, action)(value)
+            if action == "increment":
+                sums[metric] = sums.get(metric, 0.0) + value
+            else:
+                getattr(metric, action)(value)
+        for metric, value in sums.items():
+            if value:
+                metric.increment(value)
 
     def _metric(
         self, name: str, description: str, kind: str, labels: dict[str, str], buckets: Sequence[float] | None = None

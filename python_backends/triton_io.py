@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import DTypeLike
 
 from contract import errors
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 from python_backends.adapter_weights import BF16
 
 # The stub fills pb_utils with the server's types only after it has imported the model, so nothing here may touch
@@ -183,6 +183,19 @@ def stop_request(model: str, request_id: str) -> None:
     )
     for _ in request.exec(decoupled=True):
         pass
+
+
+def infer(model: str, inputs: dict[str, np.ndarray], output: str) -> None:
+    """Make a request to ``model`` of this server and wait for its response; do not call it in Triton's thread.
+
+    Raises:
+        EngineFailed: it has an error.
+    """
+    tensors = [pb_utils.Tensor(name, array) for name, array in inputs.items()]
+    request = pb_utils.InferenceRequest(model_name=model, requested_output_names=[output], inputs=tensors)
+    answer = request.exec()
+    if answer.has_error():
+        raise EngineFailed(f"{model}: {answer.error().message()}")
 
 
 def metric_family(name: str, description: str, kind: str) -> Any:

@@ -141,6 +141,11 @@ class HttpWatch:
         self._watchdog = Watchdog(stall_s, limit_s)
         self._responses = 0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server has neither answered nor used CPU for some polls, so that it may soon count as hung."""
+        return self._watchdog.unused_s >= 2 * POLL_INTERVAL_S
+
     async def poll(self) -> None:
         """Send requests until cancelled."""
         while True:

@@ -198,8 +198,10 @@ class ServerInstance:
             await asyncio.sleep(POLL_INTERVAL_S)
         self._watch_stubs()
         # Clients that reconnect at once may fill every slot before the probe: a server that serves them is ready.
-        before = await self._metrics_or_none()
+        before = None
         while True:
+            if before is None or before.steps is None:  # tritonserver opens its metrics port after it is ready
+                before = await self._metrics_or_none()
             result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s, self._pipeline.name)
             if liveness_probe.passes(result, before, await self._metrics_or_none()):
                 return
@@ -241,7 +243,8 @@ class ServerInstance:
                     return
                 running = stubs.find(self.pid)
                 for stub, reason in heartbeats.hung(running):
-                    if stub.pid not in self._hung:
+                    # A stub waits for a tritonserver that hangs, and may count as hung before it.
+                    if stub.pid not in self._hung and not http.is_silent:
                         self._hung.add(stub.pid)
                         self._on_stub_hung(stub, reason, running)
                 self._kill_unloaded(running)

@@ -56,12 +56,16 @@ class Registration:
         for gateway in self._gateways:
             self._spawn(self._tell(gateway, "PUT"))
 
+    async def told(self) -> None:
+        """Wait until every gateway has been told the state, at most TIMEOUT_S."""
+        await self._tell_all("PUT")
+
     async def withdraw(self) -> None:
         """Tell every gateway that the server drains, so that none sends it a request after this returns.
 
         Takes at most TIMEOUT_S + NOTICE_S.
         """
-        await self._tell_all("PUT")
+        await self.told()
         if self._gateways:
             await asyncio.sleep(NOTICE_S)
 

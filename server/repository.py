@@ -57,12 +57,13 @@ def read_pipeline(repository: Path, config_name: str, name: str = ENSEMBLE) -> P
     """Read the model ``name`` of ``repository``, with its steps, and with the ensemble the packed one if there is one.
 
     config_name: selects ``configs/<name>.pbtxt`` of a model that has it. An ensemble has it around an engine that sends
-        bare ids, which cannot be packed.
+        bare ids; the packed one serves such an engine where it has that variant too.
     Raises NotFound: a model is missing or its config cannot be read.
     """
     names = [name]
     if name == ENSEMBLE and (repository / packed_delta.MODEL).is_dir():
-        names += [] if _variant(repository, ENSEMBLE, config_name).is_file() else [packed_delta.MODEL]
+        variants = [_variant(repository, model, config_name).is_file() for model in (ENSEMBLE, packed_delta.MODEL)]
+        names += [packed_delta.MODEL] if variants != [True, False] else []
     models: dict[str, Model] = {}
     last: list[str] = []
     for served in names:

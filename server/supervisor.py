@@ -177,6 +177,8 @@ class Supervisor:
                 continue
             self._publish_change(before)
             if isinstance(event, recovery.BecameReady) and not self._announced:
+                if self._registration is not None:  # who waits for this one may stop another at once
+                    await self._registration.told()
                 self._announce(command)
             if isinstance(action, recovery.Reload):
                 await self._cancel_recovery()

@@ -18,6 +18,8 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 FORWARDED_HEADERS = "(?i)(traceparent|tracestate|x-.*)"
 # Four sender threads of the engine, the detokenizer's relay, and a reserve; most of the default 32 would be idle.
 BACKEND_THREADS = 8
+# For the answers of client_watch, which the engine has it keep (python_backends/cpu_engine/packed_sink.py).
+CACHE_BYTES = 1 << 20
 # The supervisor kills tritonserver earlier than this.
 EXIT_TIMEOUT_S = 10
 
@@ -42,6 +44,8 @@ def arguments(
         f"--model-repository={settings.model_repository}",
         f"--backend-directory={backends}",
         f"--cache-directory={installation.caches}",
+        # A server built without caches does not start with the option; it runs client_watch for each response.
+        *([f"--cache-config=local,size={CACHE_BYTES}"] if (installation.caches / "local").is_dir() else []),
         # A drain unloads models and a reload unloads and loads them.
         "--model-control-mode=explicit",
         *(f"--load-model={model}" for model in models),

@@ -9,23 +9,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contract.errors import TridentError
+from cluster.plan.report import SUFFIXES
+from contract.errors import InvalidArgument, TridentError
 from simulator import fidelity, report, scenario
-from simulator.run import Result, run
+from simulator.run import Result, check, run
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0, 1 if an invariant did not hold, 2 for a scenario that cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="simulate one scenario")
-    one.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=1)
-    two = commands.add_parser("compare", help="simulate two scenarios on the same random numbers")
-    two.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=2)
-    for command in (one, two):
+    single = commands.add_parser("run", help="simulate one scenario")
+    single.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=1)
+    pair = commands.add_parser("compare", help="simulate two scenarios on the same random numbers")
+    pair.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=2)
+    for command in (single, pair):
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
-    one.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture there (.png, .svg)")
+    single.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture there (.png, .svg)")
     real = commands.add_parser("fidelity", help="compare forecasts with real runs of a calibrated engine")
     real.add_argument("--engine", default="demo")
     real.add_argument("--seconds", type=float, default=30.0, help="of each of three loads")
@@ -40,7 +41,14 @@ def main(arguments: Sequence[str]) -> int:
             if options.keep:
                 fidelity.keep(options.engine, found)
             return 0
+        for field, path in (("json", options.json), ("plot", getattr(options, "plot", None))):
+            if path and not path.absolute().parent.is_dir():
+                raise InvalidArgument(field, f"must be a file of a folder that exists, got {path}")
+            if path and field == "plot" and path.suffix not in SUFFIXES:
+                raise InvalidArgument(field, f"must end in {', '.join(SUFFIXES)}, got {path}")
         read = [scenario.read(path) for path in options.scenarios]
+        for one in read:
+            check(one)
         results = [_simulated(one, options.seed) for one in read]
         told = [report.of(result, fidelity.known(result.scenario)) for result in results]
         shown, written = report.text(told[0]), told[0]

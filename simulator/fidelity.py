@@ -28,6 +28,7 @@ from benchmarks.report import ms, share, table
 from benchmarks.server_process import running_server
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
+from contract import step_model, toml_table
 from contract.errors import Unavailable
 from simulator.run import run
 from simulator.scenario import Persona, Pool, Scenario
@@ -46,15 +47,17 @@ def known(scenario: Scenario) -> dict[str, Any]:
 def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, seed: int) -> dict[str, Any]:
     """Run three loads on a replica of ``engine`` and simulate them; print and return the errors.
 
+    Before them it gets the last load once: the first prompt of each length takes longer.
+
     seconds: of each load. input_tokens, output_tokens: distributions, as those of a persona.
     Raises InvalidArgument for an engine without a step model, EngineFailed.
     """
-    pool = Pool.model_validate({"engine": engine, "send_s": 0.0, "shared": True})
+    pool = toml_table.checked(Pool, {"engine": engine, "send_s": 0.0, "shared": True}, "fidelity")
     prompts_of, answers = parse(input_tokens, "input"), parse(output_tokens, "output")
     rng, busy = random.Random(seed), min(8, pool.slots)
     mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
     kind = pool.kind
-    decode_s = mean_out * kind.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
+    decode_s = mean_out * kind.step.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
     request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s + kind.request_s
     before, used_s = machine.cpu_time(), _used_s()
     rows: list[tuple[str, ...]] = []
@@ -62,12 +65,15 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     with TemporaryDirectory() as logs, running_server(engine) as server:
         settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
         with contenders.gateway(server.url, Path(logs), settings=settings) as gateway:
-            for part in LOADS:
-                workload = Workload(None, Poisson(part / request_s), prompts_of, answers, seed=seed)
+            for nth, part in enumerate((LOADS[-1], *LOADS)):
+                # Prompts of another load would be in the prefix cache.
+                workload = Workload(None, Poisson(part / request_s), prompts_of, answers, seed=seed + nth)
                 prompts = partial(Prompts.for_engine, server.engine_folder)
                 target = partial(EnsembleTarget, gateway.urls["grpc"])
                 result = generator_processes.run(Load(workload, Extent(seconds, 2.0), target, prompts))
                 real = [record for record in result.records if record.ok]
+                if not nth:
+                    continue
                 trace = Path(logs) / f"{part}.jsonl"
                 trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
                 people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
@@ -88,9 +94,11 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
     found |= {
         "when": datetime.now(timezone.utc).date().isoformat(),
+        "machine": step_model.machine_kind(),
         "seconds": seconds,
         "loads": list(LOADS),
         "others": round(others, 4),
+        "tokens_per_step": round(kind.step.tokens_per_step, 2),  # of a sequence alone, by the calibration's texts
     }
     for what, goal in GOALS.items():
         error = worst[f"{what}_p95_error"]

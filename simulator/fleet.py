@@ -29,11 +29,16 @@ from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.replicas import Replicas, RoutedReplica
 from gateway.service import Service
 from simulator.engine import Engine
-from simulator.replica import Channel, Replica
+from simulator.replica import Channel, Prompt, Replica
 from simulator.scenario import Fault, Pool, Scenario
 
 BEAT_S = 1.0
 _DRAIN_S = 0.5  # between two looks at a replica that drains
+# Settings for what is outside the process, and those that the scenario has itself.
+_OUTSIDE = frozenset(
+    "audit_log batch_db config key_store metrics_urls otlp_endpoint redis redis_file replicas response_db samples "
+    "semantic_url tokenizer usage_db workers".split()
+)
 
 
 class Fleet:
@@ -65,6 +70,12 @@ class Fleet:
 
     def ready(self, pool: str) -> int:
         return sum(replica.state == "ready" for replica in self.replicas[pool])
+
+    @property
+    def calls(self) -> int:
+        """Requests of people that replicas work on, without probes."""
+        every = (replica for replicas in self.replicas.values() for replica in replicas)
+        return sum(isinstance(call.prompt, Prompt) for replica in every for call in replica.calls)
 
     def order(self, pool: str, wanted: int) -> None:
         """Start or stop replicas; the youngest are stopped."""
@@ -214,14 +225,28 @@ def gateway(scenario: Scenario, keys: Sequence[str], fleet: Fleet, seed: int, nu
     Raises InvalidArgument for a policy or settings that cannot be used.
     """
     given = scenario.gateway
+    for name in given.settings:
+        if name.lower() not in Settings.model_fields:
+            allowed = ", ".join(sorted(Settings.model_fields))
+            raise InvalidArgument(f"gateway.settings.{name}", f"must be one of {allowed}")
+        if name.lower() in _OUTSIDE:
+            raise InvalidArgument(f"gateway.settings.{name}", "must be left out in a simulation")
+    if given.policy and not Path(given.policy).is_file():
+        raise InvalidArgument("gateway.policy", f"must be a file that can be read, got {given.policy}")
     environ = {f"TRIDENT_GATEWAY_{name.upper()}": value for name, value in given.settings.items()}
     environ |= {"TRIDENT_GATEWAY_REPLICAS": ";".join(f"{pool}=registered" for pool in scenario.pools)}
+    database = {"TRIDENT_GATEWAY_USAGE_DB": str(folder / f"{number}.sqlite")}  # keeps days and months
     settings = Settings.from_environment(environ)
     path = Path(shutil.copy(given.policy, folder / f"{number}.toml")) if given.policy else None
-    known = Configuration(path, {}, pools.of(settings))
-    new = [key for key in keys if key and known.named(key.rpartition("/")[0], key) is None]
+    try:
+        known = Configuration(path, database, pools.of(settings))
+    except InvalidArgument as exc:
+        raise InvalidArgument(exc.field.replace(str(path), given.policy), exc.problem) from exc
+    if known._reading.keys.quotas:
+        settings = Settings.from_environment(environ | database)
+    new = [key for key in dict.fromkeys(keys) if key and known.named(key.rpartition("/")[0], key) is None]
     environ = {API_KEYS: ",".join(f"{key}=simulated-{key.replace('/', '-')}-key" for key in new)} if new else {}
-    configuration = Configuration(path, environ, pools.of(settings))
+    configuration = Configuration(path, environ | database, pools.of(settings))
     policy, sources = configuration.policy, configuration.pools.sources
     for field, problem, holds in (
         ("overflow", "must be pools in a simulation", any(one.upstreams for one in policy.overflow.values())),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from cluster.scaling.law import Decision
 from cluster.scaling.rules import PoolRules
 from contract.generation import Usage
 from gateway.admission.budget_store import MemoryStore
+from gateway.admission.budgets import Reservation
+from gateway.admission.concurrency import Concurrency
+from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level
 from gateway.service import Service
 
 _SLACK = 1e-6
+_ROUNDING = 1e-3  # of balances of up to 10^12
 
 
 class Ledger:
@@ -26,6 +31,26 @@ class Ledger:
         self.violations: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
         self._used: dict[str, tuple[Level, float]] = {}
+        self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
+        self._tokens = 0  # of all requests
+
+    def watch(self, gateways: Iterable[Service]) -> None:
+        """See from now on what settlements take from the buckets."""
+        for gateway in gateways:
+            if isinstance(store := gateway.budgets, MemoryStore):
+                store.settle = partial(self._settled, store)  # type: ignore[method-assign]
+
+    def _settled(self, store: MemoryStore, reservation: Reservation, used: int, micros: int = 0) -> None:
+        before = []
+        for demand in (standing.demand for standing in reservation.standings if standing.demand.held):
+            if (bucket := store._buckets.get(demand.bucket)) is not None:
+                bucket.refill(demand, store._clock())
+                before.append((demand.bucket, bucket, bucket.balance + bucket.held))
+        MemoryStore.settle(store, reservation, used, micros)
+        for name, bucket, had in before:
+            if taken := had - bucket.balance - bucket.held:
+                place = name, reservation.id
+                self._taken[place] = self._taken.get(place, 0.0) + taken
 
     def broken(self, text: str) -> None:
         self.violations[text] += 1
@@ -51,8 +76,21 @@ class Ledger:
             used = self._used.get(level.name, (level, 0.0))[1]
             self._used[level.name] = level, used + usage.input_tokens + usage.output_tokens
 
-    def check(self, gateways: Iterable[Service], now_s: float) -> None:
-        """Check what holds at any time."""
+    def charged(self, reservation: Reservation | None, used: Usage | None, price: ModelPrice | None) -> None:
+        """Compare what a request that ended was charged with what it got. used: None for nothing."""
+        tokens = used.input_tokens + used.output_tokens if used is not None else 0
+        micros = price.micros(used) if price is not None and used is not None else 0
+        self._tokens += tokens
+        for standing in reservation.standings if reservation is not None else ():
+            if (demand := standing.demand).held:
+                taken = self._taken.pop((demand.bucket, reservation.id), 0.0)  # type: ignore[union-attr]
+                if abs(taken - demand.of(tokens, micros)) > _ROUNDING:
+                    self.broken(f"{demand.level} was charged other than it was answered, in {demand.limit}")
+
+    def check(self, gateways: Iterable[Service], now_s: float, calls: int) -> None:
+        """Check what holds at any time. calls: of people's requests, that engines work on."""
+        if calls > self.open and not any(gateway.shadow.rules for gateway in gateways):
+            self.broken("engines worked on more requests than were under way")
         held = sum(gateway.admission.running for gateway in gateways)
         if held > self.open:
             self.broken("more slots were held than requests were under way")
@@ -71,15 +109,19 @@ class Ledger:
         if decision.wanted > rules.ceiling:
             self.broken(f"the law wanted more replicas of {pool!r} than its ceiling")
 
-    def check_end(self, gateways: Iterable[Service]) -> None:
+    def check_end(self, gateways: Sequence[Service]) -> None:
         """Check what holds when all requests have ended."""
         if self.open:
             self.violations["a request was lost: it never ended"] += self.open
+        if any(abs(taken) > _ROUNDING for taken in self._taken.values()):
+            self.broken("a request without an answer was charged, or one twice")
+        if sum(gateway.metrics.engine_tokens for gateway in gateways) != self._tokens:
+            self.broken("the gateways' metrics count other tokens than were answered")
         for gateway in gateways:
             for pool in gateway.replicas.pools:
                 if not gateway.admission.slots(pool).idle:
                     self.broken(f"slots or queue of the pool {pool!r} were not given back")
-            if gateway._concurrency.fullness(""):
+            if isinstance(caps := gateway._concurrency, Concurrency) and (caps.in_flight or +caps._counts):
                 self.broken("places under the caps were not given back")
             if len(gateway.live):
                 self.broken("generations were left in the gateway")

@@ -9,8 +9,9 @@ from itertools import count
 
 from benchmarks.arrivals import Arrival
 from benchmarks.record import Record
-from contract.errors import InvalidArgument, TridentError
-from contract.generation import GenerationRequest
+from contract.errors import InvalidArgument, NotFound, TridentError
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.request_class import classified
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
@@ -29,13 +30,24 @@ def _text(tokens: int, head: str) -> str:
     return head + (_WORDS * (size // len(_WORDS) + 1))[:size]
 
 
-def tenant(gateway: Service, name: str, key: str) -> Tenant:
-    """Return the tenant of org/team/key. Raises InvalidArgument for none where the policy has keys."""
+def tenant(gateway: Service, name: str, persona: Persona) -> Tenant:
+    """Return the tenant of a persona. Raises InvalidArgument for a key, class or model that is not in the policy."""
+    key, model, policy = persona.key, persona.model, gateway.configuration.policy
     found = gateway.configuration.named(key.rpartition("/")[0], key) if key else None
     if found is None:
         if not gateway.configuration.keyless:
             raise InvalidArgument(f"personas.{name}.key", f"must be org/team/key, since there are keys, got {key!r}")
-        return Tenant()
+        found = Tenant()
+    if persona.request_class:
+        try:
+            classified(policy.classes, found, persona.operation, persona.request_class)
+        except InvalidArgument as exc:
+            raise InvalidArgument(f"personas.{name}.class", exc.problem) from exc
+    try:
+        gateway.models.find(model if model or len(policy.models) > 1 else gateway.settings.triton_model, found)
+    except NotFound as exc:
+        allowed = ", ".join(one.name for one in gateway.models.of(found)) or "none for this key"
+        raise InvalidArgument(f"personas.{name}.model", f"must be one of {allowed}, got {model!r}") from exc
     return found
 
 
@@ -56,7 +68,7 @@ class People:
         self.records: list[Record] = []
         self.tasks: set[asyncio.Task[Record]] = set()
         self._turn = count()
-        self._tenants = [tenant(gateway, name, persona.key) for gateway in gateways]
+        self._tenants = [tenant(gateway, name, persona) for gateway in gateways]
         # The whole prompts of a group begin alike, as long as they are.
         groups = range(persona.prefix_groups if persona.prefix_tokens else 0)
         self._prefixes = [_text(persona.prefix_tokens, f"{name} {group} ") for group in groups]
@@ -110,12 +122,14 @@ class People:
         record = Record(number, at_s, at_s)
         self.records.append(record)
         request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
-        task = asyncio.create_task(self._request(record, request, session if persona.sessions else ""))
+        leaves = rng.randint(1, 1 + answer // 2) if persona.leave and rng.random() < persona.leave else 0
+        task = asyncio.create_task(self._request(record, request, session if persona.sessions else "", leaves))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def _request(self, record: Record, request: GenerationRequest, session: str) -> Record:
+    async def _request(self, record: Record, request: GenerationRequest, session: str, leaves: int) -> Record:
+        """Send until there is an answer. leaves: tokens after which the sender leaves; 0: never."""
         persona = self._persona
         self._ledger.began(self.name)
         own, timer = asyncio.current_task(), None
@@ -124,7 +138,7 @@ class People:
         try:
             for attempt in count():
                 try:
-                    await self._attempt(record, request, session, timer)
+                    await self._attempt(record, request, session, timer, leaves)
                     break
                 except TridentError as error:
                     if attempt >= persona.retries or record.messages or not error.retry_after_s:
@@ -143,7 +157,7 @@ class People:
         return record
 
     async def _attempt(
-        self, record: Record, request: GenerationRequest, session: str, timer: asyncio.TimerHandle | None
+        self, record: Record, request: GenerationRequest, session: str, timer: asyncio.TimerHandle | None, leaves: int
     ) -> None:
         persona, ledger = self._persona, self._ledger
         number = next(self._turn) % len(self._gateways)
@@ -157,6 +171,7 @@ class People:
         context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
         choices = await service.choices((request,), context)
         failed: BaseException | None = None
+        prompt: Prompt = request.text_input  # type: ignore[assignment]
         received, usage = 0, None
         try:
             async for _, delta in choices:
@@ -170,6 +185,8 @@ class People:
                     record.messages.append((time.monotonic() + persona.network_s, len(ids)))
                     if timer is not None:
                         timer.cancel()
+                    if 0 < leaves <= received and not delta.finish_reason:
+                        raise asyncio.CancelledError
                 if delta.finish_reason:
                     record.finish_reason, usage, record.timings = delta.finish_reason.value, delta.usage, delta.timings
         except (TridentError, asyncio.CancelledError) as error:
@@ -177,9 +194,14 @@ class People:
             raise
         finally:
             choices.close(failed)
+            generation, used = choices.generations[0], None
             if usage is not None:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
-                due = min(request.text_input.answer, choices.generations[0].request.max_tokens)  # type: ignore[union-attr]
+                due = min(prompt.answer, generation.request.max_tokens)
                 ledger.answered(context.tenant.levels, usage, received, due)
+                used = Usage(prompt.tokens, received, usage.cached_tokens)
+            elif received:  # it was cut off: the prompt is charged as it was counted or estimated
+                used = Usage(generation.prompt_count.likely if generation.prompt_count else 0, received)
+            ledger.charged(choices.reservation, used, context.model.price)
         if persona.network_s:
             await asyncio.sleep(persona.network_s)

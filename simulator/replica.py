@@ -150,12 +150,12 @@ class Call:
     def __init__(self, replica: Replica, sent: Sent, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._replica, self._request = replica, sent.request
+        self.prompt = sent.request.text_input
         self._messages: deque[Message] = deque()
         self._error: grpc.aio.AioRpcError | None = None
         self._ended = False
         self._reader: asyncio.Future[None] | None = None
-        text = sent.request.text_input
-        prompt = text if isinstance(text, Prompt) else Prompt.of("", 1, 1)
+        prompt = self.prompt if isinstance(self.prompt, Prompt) else Prompt.of("", 1, 1)
         self._prompt, made, most = prompt, len(sent.request.continue_ids), sent.request.max_tokens
         answer = max(1, min(prompt.answer, most) - made)
         self._sequence = Sequence(

@@ -40,6 +40,7 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
             "seed": result.seed,
             "duration_s": scenario.duration_s,
             "fidelity": dict(fidelity),
+            "tokens_per_step": {name: pool.kind.step.tokens_per_step for name, pool in scenario.pools.items()},
             "all": _figures(result, everyone),
             "personas": {name: _figures(result, records) for name, records in result.records.items()},
             "counts": result.counts,
@@ -60,7 +61,8 @@ def _figures(result: Result, records: Sequence[Record]) -> dict[str, Any]:
     found = asdict(figures.compute(records, window, Slo(scenario.slo_ttft_s, scenario.slo_latency_s)))
     parts = [_parts(record) for record in records if record.timings is not None and record.messages]
     largest = Counter(max(PARTS, key=one.__getitem__) for one in parts)
-    return found | {"largest_part_of_ttft": {name: count / len(parts) for name, count in sorted(largest.items())}}
+    found["largest_part_of_ttft"] = {name: count / len(parts) for name, count in sorted(largest.items())}
+    return found | {"first_errors": {one.error_type: one.error for one in reversed(records) if one.error}}
 
 
 def _parts(record: Record) -> dict[str, float]:
@@ -81,7 +83,7 @@ def text(report: Mapping[str, Any]) -> str:
     everyone = report["all"]
     good = math.nan if everyone["good_fraction"] is None else everyone["good_fraction"]
     parts = ", ".join(f"{name} {share(part)}" for name, part in everyone["largest_part_of_ttft"].items())
-    errors = ", ".join(f"{count} {name}" for name, count in everyone["errors"].items())
+    errors = "; ".join(f"{count} {everyone['first_errors'][name]}" for name, count in everyone["errors"].items())
     lines = [
         f"{report['scenario']}: {report['duration_s']:g} simulated seconds, seed {report['seed']}; times in ms",
         table(rows, (*header, "tok/s")),
@@ -101,6 +103,8 @@ def text(report: Mapping[str, Any]) -> str:
     if report["cost"]:
         lines.append(f"  cost {number(report['cost'], 2)}, {report['cost_per_1000_tokens'] or 0:.5f} per 1,000 tokens")
     lines += [f"  release {one['name']}: {one['state']} {one['rolled_back']}".rstrip() for one in report["releases"]]
+    made = report["tokens_per_step"].items()
+    lines += [f"  drafts of {pool}: {per:.1f} tokens a step of a sequence alone" for pool, per in made if per > 1]
     lines += [f"  fidelity of {pool}: {words(found)}" for pool, found in report["fidelity"].items()]
     broken = [f"  VIOLATED {count} times: {what}" for what, count in report["violations"].items()]
     return "\n".join([*lines, *(broken or ["  invariants: all held"])])
@@ -112,7 +116,7 @@ def words(found: Mapping[str, Any]) -> str:
         return "unknown, no run of such a replica was compared"
     return (
         f"TTFT p95 was off by {found['ttft_p95_error']:+.1%} and end to end p95 by {found['latency_p95_error']:+.1%} "
-        f"where it was compared with real runs ({found['when']})"
+        f"at worst where it was compared with real runs ({found['when']}, {found['machine']})"
     )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.record import Record
+from contract.errors import InvalidArgument, TridentError
+from gateway.config import release_file
 from gateway.service import Service
 from simulator import fleet, virtual_time
 from simulator.fleet import Fleet
@@ -21,6 +26,7 @@ from simulator.replica import plain_wire
 from simulator.scenario import Scenario
 
 SAMPLES = 240  # of pools, over a run
+_GARBAGE = 50_000, 20, 100  # thresholds of the collector: a request makes hundreds of objects, and few cycles
 SETTLE_S = 2.0  # before the first request: replicas register and are probed
 BEGAN_S = virtual_time.START_S + SETTLE_S  # of all runs, on the loop's clock
 
@@ -65,28 +71,65 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
 
     Raises InvalidArgument for a policy, settings or an engine that cannot be used.
     """
-    level = logging.root.manager.disable
+    with _world(scenario) as (folder, start_s):
+        return virtual_time.run(_run(scenario, seed, folder), seed, start_s)
+
+
+def check(scenario: Scenario) -> None:
+    """Raise as ``run`` does, and simulate nothing."""
+    with _world(scenario) as (folder, start_s):
+        virtual_time.run(_made(scenario, 0, folder), 0, start_s)
+
+
+@contextmanager
+def _world(scenario: Scenario) -> Iterator[tuple[Path, float]]:
+    level, threshold = logging.root.manager.disable, gc.get_threshold()
     logging.disable(logging.CRITICAL)  # a line for each request would take longer than the request
+    gc.set_threshold(*_GARBAGE)
     try:
         with plain_wire(), tempfile.TemporaryDirectory() as folder:
-            return virtual_time.run(_run(scenario, seed, Path(folder)), seed, scenario.start_hour * HOUR_S - SETTLE_S)
+            yield Path(folder), scenario.start_hour * HOUR_S - SETTLE_S
     finally:
         logging.disable(level)
+        gc.set_threshold(*threshold)
 
 
-async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
+async def _made(scenario: Scenario, seed: int, folder: Path) -> tuple[Fleet, Ledger, dict[str, People]]:
     replicas = Fleet(scenario, seed)
     keys = [persona.key for persona in scenario.personas.values()]
     gateways = replicas.gateways
     for number in range(scenario.gateway.count):
         gateways.append(fleet.gateway(scenario, keys, replicas, seed, number, folder))
-    ledger, samples = Ledger(BEGAN_S, len(gateways)), list[Sample]()
+    ledger = Ledger(BEGAN_S, len(gateways))
     people = {
         name: People(name, persona, gateways, ledger, seed, scenario.start_hour)
         for name, persona in scenario.personas.items()
     }
+    _check_changes(scenario, gateways[0], folder)
+    return replicas, ledger, people
+
+
+def _check_changes(scenario: Scenario, gateway: Service, folder: Path) -> None:
+    """Make all changes in a copy of the policy. Raises InvalidArgument."""
+    configuration, path = gateway.configuration, folder / "changes.toml"
+    if scenario.changes and configuration.path is None:
+        raise InvalidArgument("gateway.policy", "must be set, since there are changes")
+    if configuration.path is not None:
+        shutil.copy(configuration.path, path)
+    shares = configuration.pools.generating
+    for number, change in sorted(enumerate(scenario.changes), key=lambda one: one[1].at_s):
+        try:
+            release_file.apply(path, change.action, change.release, change.set, configuration.check, shares)
+        except TridentError as exc:
+            raise InvalidArgument(f"changes.{number}", f"cannot be made: {exc}") from exc
+
+
+async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
+    replicas, ledger, people = await _made(scenario, seed, folder)
+    gateways, samples = replicas.gateways, list[Sample]()
     for gateway in gateways:
         await gateway.start()
+    ledger.watch(gateways)
     until_s = BEGAN_S + scenario.duration_s
     work = [replicas.run(), _watch(scenario, replicas, ledger, samples), _change(scenario, gateways)]
     work += [replicas.fail(fault, BEGAN_S) for fault in scenario.faults]
@@ -144,7 +187,7 @@ async def _watch(scenario: Scenario, replicas: Fleet, ledger: Ledger, samples: l
     loop, every_s = asyncio.get_running_loop(), max(1.0, scenario.duration_s / SAMPLES)
     await _until(BEGAN_S)
     while True:
-        ledger.check(replicas.gateways, loop.time())
+        ledger.check(replicas.gateways, loop.time(), replicas.calls)
         for pool in scenario.pools if loop.time() <= BEGAN_S + scenario.duration_s else ():
             slots = [gateway.admission.slots(pool) for gateway in replicas.gateways]
             held = sum(one.running for one in slots), sum(one.waiting for one in slots)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from benchmarks import arrivals, lengths
 from benchmarks.server_process import ENGINES
 from cluster.plan.engine import Replica
+from cluster.plan.scenario import Acceptance
 from cluster.scaling.rules import Rules
 from contract import step_model, toml_table
 from contract.errors import InvalidArgument, TridentError
@@ -36,6 +37,7 @@ class Pool(BaseModel):
     replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: tokens of one step, of prompts and of
         streams. slower, short_tokens: how steps read prompts beside streams, as cluster.plan.engine.Replica. An engine
         has its own.
+    acceptance: of an engine that drafts, in place of the step model's: a number, or one for each kind of text.
     shared: the gateway and the people's programs run on the cores of a replica's machine, as in a test on one machine.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
     noise: standard deviation of the logarithm of a step's time.
@@ -52,6 +54,7 @@ class Pool(BaseModel):
     prefill_chunk: _Count = 512
     slower: _Amount = 0.0
     short_tokens: _CountOrZero = 0
+    acceptance: Acceptance = ()
     shared: bool = False
     start_s: _Seconds = 60.0
     start_spread: _Part = 0.0
@@ -75,10 +78,19 @@ class Pool(BaseModel):
         own["prefill_chunk"] = own.pop("chunk_tokens")
         return {name: own[name] for name in own if name in cls.model_fields} | table | {"step": own["step"]}
 
+    @model_validator(mode="after")
+    def _known(self) -> Pool:
+        try:
+            self.step.of_texts(self.acceptance, "acceptance")
+        except InvalidArgument as exc:
+            raise ValueError(str(exc)) from exc
+        return self
+
     @property
     def kind(self) -> Replica:
-        rule = self.slower, self.short_tokens, self.shared
-        return Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, *rule)
+        step = self.step.of_texts(self.acceptance, "acceptance")
+        step = step.behind_gateway if self.shared else step
+        return Replica(step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
 
 
 class Gateways(BaseModel):
@@ -107,6 +119,7 @@ class Persona(BaseModel):
     sessions: conversations that requests belong to; 0: none.
     key: org/team/key of the policy; a team that it does not know has no limits. class: in x-trident-class.
     model: "" for the only one. patience_s: they leave without a first token by then; 0: never.
+    leave: part of the requests whose sender leaves in the first half of the answer.
     retries: times that a refused one comes again when it was told to. network_s: to the gateway, one way.
     """
 
@@ -128,6 +141,7 @@ class Persona(BaseModel):
     model: str = ""
     operation: Literal["chat", "text_completion"] = "chat"
     patience_s: _Seconds = 0.0
+    leave: _Part = 0.0
     retries: Annotated[int, Field(ge=0, le=100)] = 0
     network_s: _Seconds = 0.0
 
@@ -145,6 +159,10 @@ class Persona(BaseModel):
     def _one(self) -> Persona:
         if (self.arrivals is None) == (self.users == 0):
             raise ValueError("users: must be set if arrivals is not, else left out")
+        if self.until_s is not None and self.until_s <= self.from_s:
+            raise ValueError(f"until_s: must be more than from_s, got {self.until_s:g}")
+        if self.prefix_groups > 1 and not self.prefix_tokens:
+            raise ValueError("prefix_tokens: must be set with prefix_groups, got 0")
         return self
 
 
@@ -163,6 +181,13 @@ class Fault(BaseModel):
     replica: _CountOrZero | None = None
     factor: _Positive = 4.0
     delay_s: _Seconds = 0.1
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Fault:
+        for field, kind in (("factor", "slow"), ("delay_s", "network_delay")):
+            if field in self.model_fields_set and self.kind != kind:
+                raise ValueError(f"{field}: must be left out, since kind is not {kind}")
+        return self
 
 
 class Change(BaseModel):
@@ -202,8 +227,18 @@ class Scenario(BaseModel):
         for field, pool in named:
             if pool not in self.pools:
                 raise ValueError(f"{field}: must be one of the pools {', '.join(self.pools)}, got {pool!r}")
-        if self.warmup_s >= self.duration_s:
-            raise ValueError(f"warmup_s: must be less than duration_s, got {self.warmup_s:g}")
+        moments = {"warmup_s": self.warmup_s}
+        moments |= {f"personas.{name}.from_s": persona.from_s for name, persona in self.personas.items()}
+        moments |= {f"faults.{number}.at_s": fault.at_s for number, fault in enumerate(self.faults)}
+        moments |= {f"changes.{number}.at_s": change.at_s for number, change in enumerate(self.changes)}
+        for field, moment_s in moments.items():
+            if moment_s >= self.duration_s:
+                raise ValueError(f"{field}: must be less than duration_s, got {moment_s:g}")
+        for number, fault in enumerate(self.faults):
+            most = self.scaling.of(fault.pool).ceiling if self.scaling else 0
+            most = max(most, self.pools[fault.pool].replicas)
+            if fault.replica is not None and fault.replica >= most:
+                raise ValueError(f"faults.{number}.replica: must be less than {most}, got {fault.replica}")
         return self
 
 

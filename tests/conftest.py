@@ -13,6 +13,12 @@ from types import ModuleType
 # fork, and where they find their files closed they abort the child before it becomes the program that was to be run.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+# Tests see neither the settings of the machine nor those that make exports for what it serves, such as the model that
+# `make demo` has built.
+for _name in [name for name in os.environ if name.startswith("TRIDENT_")]:
+    if _name not in ("TRIDENT_ENGINES_DIR", "TRIDENT_TRITONSERVER"):
+        del os.environ[_name]
+
 import numpy as np
 import pytest
 import triton_python_backend_utils as triton_stub
@@ -40,6 +46,22 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(_number) is signal.SIG_IGN:
             signal.signal(_number, _usual)
+
+
+# Of the slow files those that take longest, the longest first: a worker with one of them left would end alone.
+_LONGEST = """
+end_to_end/test_faults end_to_end/test_hangs end_to_end/test_ensemble server/test_supervisor end_to_end/test_streams
+end_to_end/test_soak end_to_end/test_benchmarks end_to_end/test_real_model build/test_engine
+end_to_end/test_structured_output end_to_end/test_registration gateway/test_workers end_to_end/test_continuation
+build/recipe/test_choice build/quality/test_evaluation gateway/test_openapi
+""".split()
+_TURN = {f"tests/{name}.py": turn for turn, name in enumerate(_LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers of xdist take the files in this order."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: _TURN.get(item.nodeid.partition("::")[0], len(_TURN)))
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -58,6 +58,15 @@ class Contender:
     def use(self) -> Use:
         """Return CPU seconds since it began, and bytes, of the whole process tree."""
         return processes.total(self.root)
+
+    def cpu_of_processes(self) -> dict[int, float]:
+        """Return the CPU seconds of each of its processes since it began, by pid; {} if it has ended."""
+        found = {}
+        with suppress(psutil.Error):
+            for one in (psutil.Process(self.root), *psutil.Process(self.root).children(recursive=True)):
+                times = one.cpu_times()
+                found[one.pid] = times.user + times.system
+        return found
 
     def alive(self) -> bool:
         return psutil.pid_exists(self.root)

@@ -39,7 +39,8 @@ class LoadTest:
 
     result: every request's record.
     warmup_s: requests sent before it are not part of the latencies.
-    cpu_s: CPU seconds; rss_before_bytes, peak_rss_bytes: resident memory.
+    cpu_s: CPU seconds of all its processes, busiest_s: of the one that used most; rss_before_bytes, peak_rss_bytes:
+    resident memory.
     highest: the highest value of each watched gauge.
     alive: whether the contender still ran at the end.
     """
@@ -47,6 +48,7 @@ class LoadTest:
     result: LoadResult
     warmup_s: float = 0.0
     cpu_s: float = 0.0
+    busiest_s: float = 0.0
     rss_before_bytes: int = 0
     peak_rss_bytes: int = 0
     highest: dict[str, float] = field(default_factory=dict)
@@ -71,7 +73,8 @@ class LoadTest:
     @property
     def measured(self) -> list[Record]:
         """Records of the requests that were sent after the warm-up."""
-        return [record for record in self.records if record.sent_s >= self.result.started_s + self.warmup_s]
+        steady, warm_s = self.result.steady, self.result.started_s + self.warmup_s
+        return [record for record in self.records if record.sent_s >= (steady[0] if steady else warm_s)]
 
     @property
     def ttft_ms(self) -> list[float]:
@@ -107,11 +110,8 @@ def run(one: Load, contender: Contender | None, gauges: Sequence[str] = ()) -> L
     [result] = run_apart([(one, Share())], while_running=watch, timeout_s=TIMEOUT_S)
     found = LoadTest(result, one.extent.warmup_s)
     if contender and watch:
-        found.cpu_s, found.rss_before_bytes, found.peak_rss_bytes = (
-            watch.cpu_s,
-            watch.before.rss_bytes,
-            watch.peak_bytes,
-        )
+        found.cpu_s, found.busiest_s = watch.cpu_s, watch.busiest_s
+        found.rss_before_bytes, found.peak_rss_bytes = watch.before.rss_bytes, watch.peak_bytes
         found.highest, found.alive = watch.highest, contender.alive()
     return found
 
@@ -121,16 +121,18 @@ class _Watch(Sampler):
 
     def __init__(self, contender: Contender, gauges: Sequence[str]) -> None:
         super().__init__(SAMPLE_S)
-        self._contender, self.cpu_s, self.peak_bytes = contender, float("nan"), 0
+        self._contender, self.cpu_s, self.busiest_s, self.peak_bytes = contender, float("nan"), float("nan"), 0
         self.highest = dict.fromkeys(gauges, 0.0)
 
     def __enter__(self) -> Sampler:
-        self.before = self._contender.use()
+        self.before, self._cpu_before = self._contender.use(), self._contender.cpu_of_processes()
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         if self._contender.alive():
             self.cpu_s = self._contender.use().cpu_s - self.before.cpu_s
+            now = self._contender.cpu_of_processes()
+            self.busiest_s = max(now[pid] - self._cpu_before.get(pid, 0.0) for pid in now)
         super().__exit__(*exc)
 
     def sample(self) -> None:

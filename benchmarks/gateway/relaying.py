@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks import report
 from benchmarks.driver import Extent
@@ -18,8 +18,10 @@ from benchmarks.workload import Workload
 
 FIRST_S, GAP_S, NOISE_S, TOKENS = 0.02, 0.02, 0.008, 32  # of a paced load: 50 tokens/s per stream
 MODERATE = 16  # streams
+ANSWERS, LIMIT_S = 2, 10.0  # of each stream after its first one, at least; seconds of both, at most
 UNPACED = Pace()
 LATENCIES = ("ttft_ms", "transit_ms", "gaps_ms")
+Loads = Sequence[tuple[int, bool]]  # streams, and whether they are paced
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class RelayPath:
 
     protocol, url: ``http`` or ``grpc``, HOST:PORT.
     direct: name of the path without the contender that this one is compared with; "" for such a path itself.
+    loads: the loads that it gets; None for all.
+    workers: of the contender; each has as many streams as the load says.
+    connections: of gRPC, for each worker.
     """
 
     name: str
@@ -35,6 +40,9 @@ class RelayPath:
     url: str
     direct: str = ""
     contender: Contender | None = None
+    loads: Loads | None = None
+    workers: int = 1
+    connections: int = 4
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Relayed:
     gaps_ms: between tokens of a stream.
     errors: failures by type.
     us_of_rounds: CPU microseconds per token, round by round.
+    busiest_us: those of the process that used most.
     """
 
     path: str
@@ -60,6 +69,7 @@ class Relayed:
     gaps_ms: list[float] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     us_of_rounds: list[float] = field(default_factory=list)
+    busiest_us: list[float] = field(default_factory=list)
 
     @property
     def us_per_token(self) -> float:
@@ -71,42 +81,29 @@ class Relayed:
         self.wall_s += found.wall_s
         self.cpu_s += found.cpu_s
         self.us_of_rounds.append(found.us_per_token if found.cpu_s else float("nan"))
+        self.busiest_us.append(1e6 * found.busiest_s / found.tokens if found.tokens else float("nan"))
         self.ttft_ms += [ms - 1e3 * FIRST_S * self.paced for ms in found.ttft_ms]
         self.transit_ms += found.transit_ms
         self.gaps_ms += found.gaps_ms
         self.errors = dict(Counter(self.errors) + Counter(found.errors) + Counter(Overloaded=len(found.refused)))
 
     def to_json(self) -> dict[str, object]:
-        names = (
-            "path",
-            "direct",
-            "streams",
-            "paced",
-            "tokens",
-            "wall_s",
-            "cpu_s",
-            "us_per_token",
-            "errors",
-            "us_of_rounds",
-        )
-        return {name: getattr(self, name) for name in (*names, "errors")} | {
-            name: spread(getattr(self, name)) for name in LATENCIES
-        }
+        """Return the fields, with p50, p99 and max in place of the latencies."""
+        spreads = {name: spread(getattr(self, name)) for name in LATENCIES}
+        return asdict(self) | {"us_per_token": self.us_per_token} | spreads
 
 
-def measure(
-    paths: Sequence[RelayPath], loads: Sequence[tuple[int, bool]], rounds: int, seconds: float
-) -> list[Relayed]:
-    """Measure every path under every load. The paths take turns, round after round.
+def measure(paths: Sequence[RelayPath], loads: Loads, rounds: int, seconds: float) -> list[Relayed]:
+    """Measure every path under every load of its. The paths take turns, round after round.
 
-    loads: (streams, whether they are paced).
-    seconds: of a round.
+    seconds: of a round, at least, after every stream has had an answer.
     """
     found: list[Relayed] = []
     for streams, paced in loads:
-        rows = {path.name: Relayed(path.name, path.direct, streams, paced) for path in paths}
+        loaded = [path for path in paths if path.loads is None or (streams, paced) in path.loads]
+        rows = {path.name: Relayed(path.name, path.direct, streams, paced) for path in loaded}
         for n in range(rounds):
-            for path in paths:
+            for path in loaded:
                 rows[path.name].add(load_test.run(_load(path, streams, paced, seconds, n), path.contender))
         found += rows.values()
     return found
@@ -114,12 +111,13 @@ def measure(
 
 def _load(path: RelayPath, streams: int, paced: bool, seconds: float, seed: int) -> Load:
     pace = Pace(FIRST_S, GAP_S, NOISE_S) if paced else UNPACED
-    warmup_s = seconds / 6
     # Streams that begin together stay together: the first ones begin within a few token gaps.
     stagger_s = min(seconds, max(0.05, 4 * pace.gap_s))
+    streams *= path.workers
     workload = Workload(concurrency=streams, output_tokens=Fixed(TOKENS), stagger_s=stagger_s, seed=seed)
-    extent = Extent(seconds - warmup_s, warmup_s)
-    return load_test.load(load_test.target(path.protocol, path.url), pace, workload, extent)
+    extent = Extent(seconds, LIMIT_S, answers=ANSWERS * streams, most_s=LIMIT_S)
+    options = {"connections": path.connections * path.workers} if path.protocol == "grpc" else {}
+    return load_test.load(load_test.target(path.protocol, path.url, **options), pace, workload, extent)
 
 
 def added_ms(rows: Sequence[Relayed], row: Relayed, figure: str, quantile: str) -> float:
@@ -128,11 +126,20 @@ def added_ms(rows: Sequence[Relayed], row: Relayed, figure: str, quantile: str) 
     return spread(getattr(row, figure))[quantile] - spread(getattr(direct, figure))[quantile]
 
 
+def scalings(rows: Sequence[Relayed], row: Relayed, base: str, workers: int) -> list[float]:
+    """Return how many times the tokens of the path ``base`` this one can pass on as many cores as it has ``workers``,
+    round by round: by the CPU of all its processes, or by that of the busiest, which has one core."""
+    pairs = zip(row.us_of_rounds, row.busiest_us, strict=True)
+    limiting = replace(row, us_of_rounds=[max(us, workers * busiest) for us, busiest in pairs])
+    return [workers / ratio for ratio in cpu_ratios(rows, limiting, base)]
+
+
 def cpu_ratios(rows: Sequence[Relayed], row: Relayed, base: str) -> list[float]:
     """Return CPU per token over that of the path ``base`` under the same load, round by round; [] without it."""
     for other in rows:
         if (other.path, other.streams, other.paced) == (base, row.streams, row.paced):
-            return [mine / theirs for mine, theirs in zip(row.us_of_rounds, other.us_of_rounds, strict=True)]
+            pairs = zip(row.us_of_rounds, other.us_of_rounds, strict=True)
+            return [mine / theirs for mine, theirs in pairs if mine > 0 and theirs > 0]  # nan: it ended meanwhile
     return []
 
 

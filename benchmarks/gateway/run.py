@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,17 +9,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import machine, report
-from benchmarks.gateway import burst, connections, contenders, relaying
+from benchmarks import figures, machine, report
+from benchmarks.gateway import burst, connections, contenders, load_test, relaying
 from benchmarks.gateway.burst import Burst
 from benchmarks.gateway.connections import Connections
 from benchmarks.gateway.contenders import BARE, ENVOY, FASTAPI, GATEWAY, LITELLM, Contender
-from benchmarks.gateway.relaying import Relayed, RelayPath
+from benchmarks.gateway.relaying import Loads, Relayed, RelayPath
 from contract.errors import EngineFailed, NotFound
 
 PARTS = ("latency", "cost", "workers", "connections", "burst")
 PACED, UNPACED = (1, 64, 256), (8, 64)  # streams of the part "cost"
-WORKERS = 2
+PEERS_LOADS: Loads = ((relaying.MODERATE, True), (UNPACED[-1], False))  # LiteLLM the first: it takes minutes for more
+WORKERS, OF_WORKER = 2, 32  # processes; streams of each
 DIRECT_GRPC, DIRECT_OPENAI = "replica itself", "OpenAI upstream itself"
 ADDED_P50_MS, ADDED_P99_MS = 1.0, 5.0
 CPU_OF_BARE, SCALING = 1.25, 1.8
@@ -38,8 +38,7 @@ def run(
     rounds, seconds: of each path in the relaying parts.
     streams, protocols: of the connections and burst parts.
     """
-    conditions, cpu_before = machine.described(), machine.cpu_time()
-    ours_before_s = _children_s()
+    conditions, watch = machine.described(), machine.Watch()
     print(report.on(conditions), flush=True)
     logs = out / "logs"
     relayed: list[Relayed] = []
@@ -47,6 +46,22 @@ def run(
     results: list[Connections] = []
     bursts: list[Burst] = []
     skipped: dict[str, str] = {}
+
+    def keep() -> list[report.Goal]:
+        """Write what was measured so far: a run that is cut off has kept it."""
+        verdicts = goals(relayed, results, bursts, scaled)
+        written = {
+            "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": watch.others()},
+            "relayed": [row.to_json() for row in (*relayed, *scaled)],
+            "connections": [asdict(result) for result in results],
+            "burst": [asdict(result) for result in bursts],
+            "goals": verdicts,
+            "notes": [f"skipped: {name}: {reason}" for name, reason in skipped.items()],
+            "compared": compared(relayed, scaled, results, bursts),
+        }
+        report.write_json(written, out, "gateway")
+        return verdicts
+
     loads = [(relaying.MODERATE, True)] if "latency" in parts else []
     if "cost" in parts:
         loads += [*((n, True) for n in PACED), *((n, False) for n in UNPACED)]
@@ -55,10 +70,12 @@ def run(
         with relay_paths(peers, logs, skipped) as found:
             relayed = relaying.measure(found, loads, rounds, seconds)
         print(f"{relaying.described(relayed)}\n", flush=True)
+        keep()
     if "workers" in parts:
         with worker_paths(logs) as found:
-            scaled = relaying.measure(found, [(UNPACED[-1], False)], rounds, seconds)
+            scaled = relaying.measure(found, [(OF_WORKER, True)], rounds, seconds)
         print(f"{relaying.described(scaled)}\n", flush=True)
+        keep()
     with ExitStack() as stack:
         if {"connections", "burst"} & set(parts):
             replica = stack.enter_context(contenders.scripted("replica", logs))
@@ -66,25 +83,16 @@ def run(
             with contenders.gateway(replica, logs) as gateway:
                 results.append(connections.measure(gateway, protocol, streams))
             print(connections.described(results[-1]), flush=True)
+            keep()
         for protocol in protocols if "burst" in parts else ():
             with contenders.gateway(replica, logs, burst.RUNNING, burst.WAITING, burst.WAIT_S) as gateway:
                 bursts.append(burst.measure(gateway, protocol))
             print(burst.described(bursts[-1]), flush=True)
     for name, reason in skipped.items():
         print(f"  skipped: {name}: {reason}")
-    verdicts = goals(relayed, results, bursts, scaled)
-    print(report.verdicts(verdicts))
-    others = machine.host_load(cpu_before, machine.cpu_time(), _children_s() - ours_before_s).others
-    print(report.disturbance(others), flush=True)
-    written = {
-        "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": others},
-        "relayed": [row.to_json() for row in (*relayed, *scaled)],
-        "connections": [asdict(result) for result in results],
-        "burst": [asdict(result) for result in bursts],
-        "skipped": skipped,
-        "goals": [dict(zip(("what", "measured", "goal", "met"), verdict, strict=True)) for verdict in verdicts],
-    }
-    return report.write_json(written, out, "gateway")
+    print(report.verdicts(keep()))
+    print(report.disturbance(watch.others()), flush=True)
+    return 0
 
 
 @contextmanager
@@ -94,17 +102,19 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
         replica = stack.enter_context(contenders.scripted("replica", logs))
         found = [RelayPath(DIRECT_GRPC, "grpc", replica)]
 
-        def add(start: AbstractContextManager[Contender], http_source: str = DIRECT_GRPC) -> None:
+        def add(
+            start: AbstractContextManager[Contender], http_source: str = DIRECT_GRPC, loads: Loads | None = None
+        ) -> None:
             one = stack.enter_context(start)
             for protocol, url in sorted(one.urls.items()):
                 direct = http_source if protocol == "http" else DIRECT_GRPC
-                found.append(RelayPath(f"{one.name}, {protocol}", protocol, url, direct, one))
+                found.append(RelayPath(f"{one.name}, {protocol}", protocol, url, direct, one, loads))
 
         add(contenders.gateway(replica, logs))
         add(contenders.bare_relay(replica, logs))
         if peers:
             upstream = stack.enter_context(contenders.scripted("openai", logs))
-            found.append(RelayPath(DIRECT_OPENAI, "http", upstream))
+            found.append(RelayPath(DIRECT_OPENAI, "http", upstream, loads=PEERS_LOADS))
             starts = {
                 FASTAPI: (contenders.fastapi_relay(replica, logs), DIRECT_GRPC),
                 ENVOY: (contenders.envoy(replica, upstream, logs), DIRECT_OPENAI),
@@ -112,7 +122,7 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
             }
             for name, (start, source) in starts.items():
                 try:
-                    add(start, source)
+                    add(start, source, PEERS_LOADS[: 1 if name == LITELLM else None])
                 except (NotFound, EngineFailed) as error:
                     skipped[name] = str(error)
         yield found
@@ -122,13 +132,18 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
 def worker_paths(logs: Path) -> Iterator[list[RelayPath]]:
     """Start a gateway of one process and one of WORKERS; yield their paths.
 
-    Load and replica take cores too, so that throughput says nothing: with as many cores as workers, throughput grows as
-    far as a token costs no more CPU with several workers, their parent's included.
+    Load and replica take cores too, so that throughput says nothing: ``relaying.scalings`` tells it from the CPU of a
+    token. Every worker has as many paced streams as the one process, each on a connection of its own: with more of them
+    a process reads more messages at a time, and a token costs less.
     """
     with ExitStack() as stack:
         replica = stack.enter_context(contenders.scripted("replica", logs))
-        kinds = [stack.enter_context(contenders.gateway(replica, logs, workers=n)) for n in (1, WORKERS)]
-        yield [RelayPath(f"{one.name}, {name}", name, url, "", one) for one in kinds for name, url in one.urls.items()]
+        kinds = [(n, stack.enter_context(contenders.gateway(replica, logs, workers=n))) for n in (1, WORKERS)]
+        yield [
+            RelayPath(f"{one.name}, {name}", name, url, "", one, workers=n, connections=OF_WORKER)
+            for n, one in kinds
+            for name, url in one.urls.items()
+        ]
 
 
 def goals(
@@ -139,10 +154,7 @@ def goals(
 ) -> list[report.Goal]:
     """Compare the gateway's figures with its goals; peers have none. scaled: of ``worker_paths``."""
     out: list[report.Goal] = []
-
-    def at_most(what: str, value: float, bound: float) -> None:
-        out.append((f"{what}, at most", value, bound, value <= bound))
-
+    at_most = lambda *goal: out.append(report.at_most(*goal))  # noqa: E731
     for row in relayed:
         if not row.path.startswith(GATEWAY):
             continue
@@ -158,11 +170,11 @@ def goals(
     for row in scaled:
         name, _, protocol = row.path.rpartition(", ")
         if name != GATEWAY:
-            scaling = WORKERS / statistics.median(relaying.cpu_ratios(scaled, row, f"{GATEWAY}, {protocol}"))
-            out.append((f"{row.path}: of one worker's throughput, at least", scaling, SCALING, scaling >= SCALING))
+            scaling = statistics.median(relaying.scalings(scaled, row, f"{GATEWAY}, {protocol}", WORKERS))
+            out.append(report.at_least(f"{row.path}: of one worker's throughput", scaling, SCALING))
     for one in results:
         name = f"{one.streams} slow streams, {one.protocol}"
-        out.append((f"{name}: at once, at least", one.in_flight, STREAMS, one.in_flight >= STREAMS))
+        out.append(report.at_least(f"{name}: at once", one.in_flight, one.streams))
         at_most(f"{name}: errors and lost tokens", sum(one.errors.values()) + one.lost, 0)
         at_most(f"{name}: MiB", one.peak_rss_mib, STREAMS_MIB)
     for found in bursts:
@@ -174,6 +186,27 @@ def goals(
     return out
 
 
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def compared(
+    relayed: Sequence[Relayed], scaled: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst]
+) -> dict[str, dict[str, object]]:
+    """Return what ``benchmarks.suite`` compares."""
+    found: dict[str, list[float]] = {}
+    for row in relayed:
+        for quantile in ("p50", "p99") if row.paced else ():
+            found[f"TTFT {quantile}, ms: {row.path}, {row.streams} paced"] = [load_test.spread(row.ttft_ms)[quantile]]
+    for rows in (relayed, scaled):
+        for row in rows:
+            name, _, protocol = row.path.rpartition(", ")
+            load = f"{row.streams} {'paced' if row.paced else 'unpaced'}"
+            if name:
+                found[f"CPU of a token, µs: {row.path}, {load}"] = row.us_of_rounds
+            if name == GATEWAY:
+                if ratios := relaying.cpu_ratios(rows, row, f"{BARE}, {protocol}"):
+                    found[f"CPU of the bare relay's: {protocol}, {load}"] = ratios
+            elif name.startswith(GATEWAY):
+                found[f"CPU of one worker's: {protocol}, {load}"] = relaying.cpu_ratios(
+                    rows, row, f"{GATEWAY}, {protocol}"
+                )
+    found |= {f"MiB of {one.streams} streams: {one.protocol}": [one.peak_rss_mib] for one in results}
+    found |= {f"recovery after a burst, s: {one.protocol}": [one.recovered_s] for one in bursts}
+    return figures.compared(figures.LOWER, found)

@@ -187,7 +187,10 @@ def _order_and_queues(ensemble: Model, steps: list[Step]) -> Iterator[Fault]:
         if model.batches:
             problem = f"dynamic batching on {model.name}, after a decoupled step"
             yield ensemble.warning("order", f"{problem}: on Triton 2.51 a cancelled request leaks")
-        if model.config.response_cache.enable:
+        # Not where its input says all, as that of client_watch (python_backends/cpu_engine/packed_sink.py).
+        if model.config.response_cache.enable and [tensor.name for tensor in model.config.input] != [
+            packed_delta.WATCH
+        ]:
             problem = f"a response cache on {model.name} would answer for one stream with another's state"
             yield ensemble.error("order", problem)
     engines = [step.model for step in steps if step.model.config.backend == "tensorrtllm"]

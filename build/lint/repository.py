@@ -88,7 +88,7 @@ def config_names(folder: Path) -> list[str]:
 def read(folder: Path, config_name: str = "") -> Repository:
     """The repository as ``--model-config-name=config_name`` makes Triton see it. FileNotFoundError if there is none.
 
-    Without the packed ensemble where the ensemble has that variant: the server does not load it then.
+    Without the packed ensemble where the ensemble alone has that variant: the server does not load it then.
     """
     models: dict[str, Model] = {}
     faults: list[Fault] = []
@@ -104,7 +104,8 @@ def read(folder: Path, config_name: str = "") -> Repository:
         else:
             models[below.name] = Model(below.name, path, config)
             faults += _file_faults(models[below.name], below)
-    if config_name and (folder / "ensemble" / "configs" / f"{config_name}.pbtxt").is_file():
+    varied = {name for name, model in models.items() if model.path.name != "config.pbtxt"}
+    if "ensemble" in varied and packed_delta.MODEL not in varied:
         models.pop(packed_delta.MODEL, None)
     return Repository(models, tuple(faults))
 

@@ -88,7 +88,7 @@ class Decoder:
         for make_layer in self.layers:
             self.advance(hidden, make_layer())
         for row in hidden:
-            yield _rms_norm(row, self.final_norm, self.architecture.rms_norm_eps)
+            yield rms_norm(row, self.final_norm, self.architecture.rms_norm_eps)
 
     def embed(self, blocks: np.ndarray) -> np.ndarray:
         """i64[n, t] token ids -> f32[n, t, hidden], what the first layer reads."""
@@ -108,8 +108,8 @@ class Decoder:
 
 
 def _block(arch: Architecture, layer: Layer, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    x = x + layer.dense(_attention(arch, layer, layer.qkv(_rms_norm(x, layer.input_norm, arch.rms_norm_eps)), cos, sin))
-    y = _rms_norm(x, layer.post_norm, arch.rms_norm_eps)
+    x = x + layer.dense(_attention(arch, layer, layer.qkv(rms_norm(x, layer.input_norm, arch.rms_norm_eps)), cos, sin))
+    y = rms_norm(x, layer.post_norm, arch.rms_norm_eps)
     return x + layer.proj(_silu(layer.fc(y)) * layer.gate(y))
 
 
@@ -119,9 +119,9 @@ def _attention(arch: Architecture, layer: Layer, qkv: np.ndarray, cos: np.ndarra
     split = qkv.reshape(length, heads + 2 * kv_heads, size).transpose(1, 0, 2)  # [all heads, t, d]
     query, key, value = np.split(split, [heads, heads + kv_heads])
     if layer.q_norm is not None:
-        query = _rms_norm(query, layer.q_norm, arch.rms_norm_eps)
+        query = rms_norm(query, layer.q_norm, arch.rms_norm_eps)
     if layer.k_norm is not None:
-        key = _rms_norm(key, layer.k_norm, arch.rms_norm_eps)
+        key = rms_norm(key, layer.k_norm, arch.rms_norm_eps)
     query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
     if layer.round_kv is not None:
         key, value = layer.round_kv(key), layer.round_kv(value)
@@ -134,7 +134,7 @@ def _attention(arch: Architecture, layer: Layer, qkv: np.ndarray, cos: np.ndarra
     return mixed.reshape(heads, length, size).transpose(1, 0, 2).reshape(length, heads * size)
 
 
-def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
 
 

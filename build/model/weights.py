@@ -4,12 +4,14 @@
     fp16   f16 -> Convert                       a bf16 checkpoint loses its smallest values
     bf16   bf16 -> Convert                      a bf16 checkpoint exactly
     int8   i8[N, K] -> Convert * f32[N, 1]      one scale per output row, symmetric
+    int8_sq   the same, and products' inputs in 8 bits too (smoothquant.py)
     int4   u4[N, K/g, g] -> (Convert - zero) * f16[N, K/g, 1] -> [N, K]   groups of g columns, asymmetric
 
 These chains are the ones the plugin fuses into the matrix product (and into Gather for the embedding), so no
 widened copy exists at run time. Every matrix is compressed, with three exceptions. With int4 the embedding and lm_head
 stay int8: they read out single rows and the final logits, are a quarter of a small model, and four bits cost most
-there. With ``head_precision`` bf16 they are bf16, under int8 weights too. A matrix whose rows do not divide into groups
+there. With ``head_precision`` bf16 they are bf16, under int8 weights too. The embedding of int8_sq is
+bf16: the plugin would widen it to f32 there. A matrix whose rows do not divide into groups
 of at least 16 stays int8. Norms and biases are f32 always. A tied lm_head is the embedding's own node.
 
 Scales come from the weights alone. Values are rounded to nearest, or, with int4 and calibration texts, as ``gptq.py``
@@ -30,8 +32,8 @@ from build.base.checkpoint import Checkpoint, CheckpointError
 from build.base.encoder_checkpoint import EncoderCheckpoint
 from build.base.numerics import f32_to_bf16
 
-PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")
-_READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int8_sq", "int4")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SMALLEST_GROUP = 16
 _SMALLEST_SCALE = 2.0**-24  # the smallest f16 above zero: an all-zero group still divides
 
@@ -109,7 +111,8 @@ class Weights:
         self._checkpoint = checkpoint
         self._calibrated = calibrated or {}
         self.precision = precision
-        self._head = head_precision if precision in ("int8", "int4") else precision
+        head = head_precision if precision in ("int8", "int8_sq", "int4") else precision
+        self._read_out = {EMBEDDING: "bf16" if precision == "int8_sq" else head, HEAD: head}
         self._group_size = group_size
         self._shared: list[object] = []
         self._nodes: dict[str, Node] = {}
@@ -126,7 +129,7 @@ class Weights:
 
     def can_fold(self) -> bool:
         """Whether ``folded`` has a form for linear layers of this precision."""
-        return self.precision in ("bf16", "int8")
+        return self.precision in ("bf16", "int8", "int8_sq")
 
     def folded(self, names: Sequence[str], columns: np.ndarray) -> tuple[Node, np.ndarray]:
         """f32[N, K + R] node of linear layers above each other with further columns at their right, and f32[R], what
@@ -147,6 +150,12 @@ class Weights:
         stacked = np.concatenate([quantized.values, further], axis=1)
         return self.int8(Int8(stacked, quantized.scales)), divisors
 
+    def stacked(self, names: Sequence[str]) -> Node | None:
+        """f32[N, K] node of linear layers above each other, their values those of ``matrix``; None without a form."""
+        if not self.can_fold():
+            return None
+        return self.folded(names, np.empty((sum(self.shape(name)[0] for name in names), 0), np.float32))[0]
+
     def vector(self, name: str) -> Node:
         """f32[N] node of a norm or bias."""
         return ops.constant(self._values(name))
@@ -154,12 +163,12 @@ class Weights:
     def _compressed(self, name: str) -> Node:
         if name in self._calibrated:
             return self._int4(self._calibrated[name], self._checkpoint.tensors[name].shape)
-        stored = self._head if name in _READ_OUT else self.precision
+        stored = self._read_out.get(name, self.precision)
         if stored in ("bf16", "fp16", "fp32"):
             return self._float(name, stored)
         weight = self._values(name)
         group = fitting_group(weight.shape[-1], self._group_size) if weight.ndim == 2 else None  # experts are [E, N, K]
-        if self.precision == "int4" and name not in _READ_OUT and group is not None:
+        if self.precision == "int4" and name not in self._read_out and group is not None:
             return self._int4(quantize_int4(weight, group), weight.shape)
         return self.int8(quantize_int8(weight))
 

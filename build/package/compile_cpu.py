@@ -21,12 +21,13 @@ import numpy as np
 import openvino as ov
 
 from build.base.checkpoint import Checkpoint, CheckpointError
-from build.model import detokenizer, exported_graph, graph, lora_adapter, lora_graph, openvino_engine
+from build.model import detokenizer, exported_graph, gptq, graph, lora_adapter, lora_graph, openvino_engine, smoothquant
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.model.lora_graph import LoraGraph
-from build.model.weights import Int4, Weights
+from build.model.weights import Weights
 from build.package import side_files
 from build.recipe.recipe import Recipe
+from build.recipe.schema import CpuCalibration
 from contract.errors import InvalidArgument
 
 
@@ -38,7 +39,16 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     check(checkpoint, recipe)
     arch = checkpoint.architecture
     notify(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
-    calibrated = _calibrated(checkpoint, recipe, notify)
+    calibrated, rounded = {}, None
+    if recipe.precision == "int8_sq":
+        blocks = _calibration_blocks(checkpoint, recipe, notify)
+        smoothed = smoothquant.Smoothed(checkpoint, blocks, recipe.head_precision == "int8", notify)
+        notify(f"{len(smoothed.ranges)} of {smoothed.inputs} inputs in 8 bits; the others lose too much in them")
+        checkpoint, rounded = smoothed.checkpoint, smoothquant.Rounded(smoothed.ranges)
+        arch = checkpoint.architecture
+    elif recipe.calibration is not None:
+        blocks = _calibration_blocks(checkpoint, recipe, notify)
+        calibrated = gptq.calibrated(checkpoint, blocks, recipe.group_size, notify)
     opened = [lora_adapter.open_adapter(entry.name, entry.path, checkpoint) for entry in recipe.adapters]
     stored = checkpoint
     if opened:
@@ -52,7 +62,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
         model = exported.with_weights(matrix)
     else:
         adapters = LoraGraph(opened, arch.vocab_size, weights, _computes_in_f32(recipe)) if opened else None
-        model = graph.decoder(arch, matrix, weights.vector, adapters)
+        model = graph.decoder(arch, matrix, weights.vector, adapters, weights.stacked, rounded)
     notify("writing openvino_model.xml and openvino_model.bin")
     openvino_engine.save(model, folder)
     checkpoint.copy_side_files(folder)
@@ -96,13 +106,9 @@ def require_servable(folder: Path, engine_properties: Mapping[str, str]) -> None
     raise CheckpointError(f"the exported graph cannot be served by continuous batching: {problem}")
 
 
-def _calibrated(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], None]) -> dict[str, Int4]:
-    """Matrices chosen on the recipe's calibration texts; none where it names no texts."""
-    requested = recipe.calibration
-    if requested is None:
-        return {}
-    from build.model import gptq
-
+def _calibration_blocks(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], None]) -> np.ndarray:
+    """i64[n, t] token ids of the recipe's calibration texts, or of the default ones."""
+    requested = recipe.calibration or CpuCalibration()
     texts, (encode, _, separator_id) = read_texts(requested.dataset), open_tokenizer(checkpoint)
     length = min(requested.max_seq_length, checkpoint.architecture.max_positions)
     blocks = token_blocks(texts, encode, size=requested.size, max_seq_length=length, separator_id=separator_id)
@@ -111,7 +117,7 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], 
         raise InvalidArgument("model", problem)
     sequences, length = blocks.ids.shape
     notify(f"calibrating on {sequences} sequences of {length} tokens from {requested.dataset}")
-    return gptq.calibrated(checkpoint, blocks.ids, recipe.group_size, notify)
+    return blocks.ids
 
 
 def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Callable[[str], None]) -> graph.Weight:
@@ -139,6 +145,15 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
     if recipe.adapters and checkpoint.architecture.exported:
         problem = f"must be left out for {checkpoint.architecture.name}, whose graph optimum-intel writes; got"
         raise InvalidArgument("adapters", f"{problem} {', '.join(adapter.name for adapter in recipe.adapters)}")
+    if recipe.precision == "int8_sq" and recipe.adapters:
+        names = ", ".join(adapter.name for adapter in recipe.adapters)
+        problem = f"must be left out with precision 'int8_sq', which scales what adapters multiply; got {names}"
+        raise InvalidArgument("adapters", problem)
+    if recipe.precision == "int8_sq" and checkpoint.architecture.exported:
+        problem = (
+            f"must be bf16, fp16, fp32, int8 or int4 for {checkpoint.architecture.name}, whose graph optimum-intel"
+        )
+        raise InvalidArgument("precision", f"{problem} writes; got 'int8_sq'")
     if recipe.calibration and checkpoint.architecture.exported:
         problem = f"needs a family the torch-free builder has; {checkpoint.architecture.name} is none"
         raise InvalidArgument("calibration", problem)

@@ -33,7 +33,7 @@ from contract.errors import EngineFailed, Unavailable
 
 Notify = Callable[[str], None]
 
-STEPS = ("trtllm/ensemble.pbtxt", "trtllm/detokenizer.pbtxt")
+STEPS = tuple(f"trtllm/{model}.pbtxt" for model in model_configs.BARE_ENGINE_STEPS)
 # The sources that decide what a stage leaves. A change in one makes the stage run again.
 SOURCES = {
     "quantise": ("quantise/quantize.py", "recipe/quantization.py", "quantise/exporters.py", "model/calibration.py"),

@@ -1,8 +1,8 @@
 """Package: what Triton and the server need of an engine: its configurations, tokenizer files and manifest.
 
-``engine/configs/<engine>.pbtxt`` is written for the recipe; a compiled engine sends bare ids, so ``ensemble`` and
-``detokenizer`` get the variants of ``build/trtllm/`` under the same name. An engine of kind llmapi speaks in band like
-the CPU engine, and its configuration is the CPU engine's with another program.
+``engine/configs/<engine>.pbtxt`` is written for the recipe; a compiled engine sends bare ids, so ``ensemble``,
+``detokenizer`` and their packed forms get the variants of ``build/trtllm/`` under the same name. An engine of kind
+llmapi speaks in band like the CPU engine, and its configuration is the CPU engine's with another program.
 
 Tensors are those of ``contract.tensors`` that the C++ backend has; how it wants them (reshaped scalars, ragged rows)
 comes from ``build/trtllm/triton_contract_1.x.json``. The text is parsed by Triton's own protobuf before it is written.
@@ -36,7 +36,8 @@ from contract.tensors import Tensor
 from python_backends.grammar import vocabulary
 from python_backends.grammar.messages import TOKENIZER_INFO
 
-BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
+# Their variants around an engine that sends bare ids; the ensembles first.
+BARE_ENGINE_STEPS = ("ensemble", "ensemble_packed", "detokenizer", "detokenizer_packed")
 SOURCES = ("package/model_configs.py", "package/compile_trtllm.py", "recipe/commands.py", "quantise/quantize.py")
 LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE = 64, 4
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
@@ -287,7 +288,7 @@ def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
 def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
     """Writes the variants of the other steps around a compiled engine, under the engine's name."""
     texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
-    texts["ensemble"] = with_inflight_limit(texts["ensemble"], recipe.max_batch_size)
+    texts |= {step: with_inflight_limit(texts[step], recipe.max_batch_size) for step in BARE_ENGINE_STEPS[:2]}
     shipped = layout.MODEL_REPOSITORY / "tokenizer" / "config.pbtxt"
     texts["tokenizer"] = _in_type_of(recipe, shipped.read_text(encoding="utf-8"))
     return [_write_config(repository, step, recipe.name, text) for step, text in texts.items()]

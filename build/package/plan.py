@@ -14,7 +14,7 @@ from build.package.stage import CONTAINER, Stage, image_stage, stages
 from build.recipe import choice, commands, memory
 from build.recipe.case import Case, Finding, Severity
 from build.recipe.recipe import Recipe
-from build.recipe.schema import CPU, TRTLLM
+from build.recipe.schema import CPU, MEASURED_KV, TRTLLM
 from build.recipe.verdict import judge, refused
 
 GIB = memory.GIB
@@ -133,6 +133,10 @@ def _head(plan: Plan) -> str:
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.1f} million"
     lines.append(f"  model      {recipe.model}, {size} parameters ({plan.shape.source})")
     lines.append(f"  precision  {recipe.precision} weights, {recipe.kv_cache_precision} KV cache")
+    if recipe.kv_cache_measured and plan.footprint is not None:
+        wider = memory.footprint(recipe.changed(kv_cache_precision=MEASURED_KV[-1]), plan.shape.architecture)
+        more = _binary(wider.total_bytes - plan.footprint.total_bytes).strip()
+        lines[-1] += f"; {MEASURED_KV[-1]}, which takes {more} more, where the build measures it faster"
     if recipe.automatic:
         settings = "; ".join(choice.words(candidate) for candidate in choice.candidates(recipe))
         message = f"  chosen     by the build: the first to pass the quality gate of {settings}. This plan: the first"

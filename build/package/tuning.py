@@ -1,12 +1,14 @@
 """The run-time settings of a CPU engine, chosen by measuring its steps on this machine.
 
 What the plugin computes the same weights in changes speed by up to two times, and in the other direction on another
-CPU. Each setting is opened as the server opens it, all in one process, and they take turns. The fastest one that passes
-the quality gate is served; the figures of all are in the manifest under ``evaluation.tuning``.
+CPU; keys and values in 16 bits are read without being widened, and take up to twice the memory. Each setting is opened
+as the server opens it, all in one process, and they take turns. The fastest one that passes the quality gate is served;
+the figures of all are in the manifest under ``evaluation.tuning``.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,20 +19,28 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+from build.base import host
+from build.base.architecture import Architecture
 from build.package import compile_cpu
+from build.recipe import memory
 from build.recipe.recipe import Recipe
+from build.recipe.schema import MEASURED_KV
 from python_backends.limits import BLOCK_TOKENS
 
 STREAMS = (1, 8, 32)
-PROMPT_TOKENS, ANSWER_TOKENS = 128, 64  # of the load whose tokens per second decide
-# Beside the plugin's own: bf16 where the CPU has it, activations quantised by rows where that is faster.
+PROMPT_TOKENS, ANSWER_TOKENS = 256, 128  # of the load whose tokens per second decide
+# Of int8 and int4 weights, beside the plugin's own: bf16 where the CPU has it, activations in 8-bit groups where not.
 SETTINGS: tuple[dict[str, str], ...] = ({"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"},)
+OWN = "the plugin's own"
 WORTH = 1.03  # a setting's gain over the plugin's own below which it is noise
+MEMORY_SHARE = 0.5  # of the machine's memory, that an engine with a wider KV cache than needed may take
 LEAST_PARAMETERS = 20_000_000  # below, a step is too short to be told from the next
 MOST_PARAMETERS = 2_000_000_000  # beyond, measuring takes a laptop minutes: the plugin's own choice is served
-ROUNDS = 3
-STEPS = 8  # of a round, at each number of streams
+ROUNDS = 8
+STEPS = 4  # of a round, at each number of streams
 _READ_TOKENS = 512
+_LONGEST = PROMPT_TOKENS + 4 * ROUNDS * STEPS  # tokens of a sequence, at most: none ends before end()
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -51,9 +61,9 @@ class Measured:
         return {n: n * ANSWER_TOKENS / (n * prompt_s + ANSWER_TOKENS * step_s) for n, step_s in steps.items()}
 
     def words(self) -> str:
-        """``INFERENCE_PRECISION_HINT=f32 DYNAMIC_QUANTIZATION_GROUP_SIZE=64``."""
+        """``INFERENCE_PRECISION_HINT=f32 DYNAMIC_QUANTIZATION_GROUP_SIZE=64, u8 KV``."""
         changed = [f"{name}={value}" for name, value in self.properties.items() if name != "KV_CACHE_PRECISION"]
-        return " ".join(changed) or "the plugin's own"
+        return f"{' '.join(changed) or OWN}, {self.properties['KV_CACHE_PRECISION']} KV"
 
     def record(self) -> dict[str, object]:
         """For the manifest."""
@@ -61,34 +71,54 @@ class Measured:
         return {"properties": dict(self.properties), "tokens_per_s": speeds}
 
 
-def measure(folder: Path, recipe: Recipe, parameters: int, notify: Callable[[str], None]) -> list[Measured]:
+def measure(folder: Path, recipe: Recipe, arch: Architecture, notify: Callable[[str], None]) -> list[Measured]:
     """Every setting worth serving the engine in ``folder`` with, the fastest first and the plugin's own last.
 
-    An engine whose arithmetic is exact or whose weights leave no choice, or one too small or large to be measured, has
-    the plugin's own alone.
+    An engine whose recipe leaves no choice, or one too small or large to be measured, has the plugin's own alone.
     """
-    own = compile_cpu.properties(recipe)
-    found = [Measured(own)]
-    exact = own.get("INFERENCE_PRECISION_HINT") == "f32"
-    if exact or recipe.precision not in ("int8", "int4") or not LEAST_PARAMETERS <= parameters <= MOST_PARAMETERS:
-        return found
-    found += [Measured(own | changed) for changed in SETTINGS]
+    found = [Measured(each) for each in properties(recipe, arch)]
+    if len(found) == 1 or not LEAST_PARAMETERS <= arch.num_parameters() <= MOST_PARAMETERS:
+        return found[:1]
     notify(f"measuring {len(found)} run-time settings on this machine")
     opened = [_Steps(folder, recipe, each) for each in found]
-    for number in range(ROUNDS):
-        for steps in opened[number % len(opened) :] + opened[: number % len(opened)]:
-            steps.round()
+    turns = [opened[number % len(opened) :] + opened[: number % len(opened)] for number in range(ROUNDS)]
+    for steps in itertools.chain(*turns):
+        steps.read()
+    for streams in (each for each in STREAMS if each <= recipe.max_batch_size):
+        for steps in opened:
+            steps.fill(streams)
+        for steps in itertools.chain(*turns):
+            steps.decode(streams)
+    for steps in opened:
+        steps.end()
     for each in found:
         at = " / ".join(f"{speed:,.0f}" for speed in each.tokens_per_s().values())
         notify(f"  {at} tokens/s at {' / '.join(map(str, each.steps_s))} streams: {each.words()}")
     return ranked(found)
 
 
+def properties(recipe: Recipe, arch: Architecture) -> list[dict[str, str]]:
+    """Of every setting to measure, the plugin's own first."""
+    own = compile_cpu.properties(recipe)
+    exact = own.get("INFERENCE_PRECISION_HINT") == "f32"
+    changes: list[dict[str, str]] = [{}, *(SETTINGS if recipe.precision in ("int8", "int4") and not exact else ())]
+    found = [own | changed for changed in changes]
+    wider = recipe.changed(kv_cache_precision=MEASURED_KV[-1])
+    at_hand = MEMORY_SHARE * (host.memory_bytes() or 0)
+    if recipe.kv_cache_measured and memory.footprint(wider, arch).total_bytes <= at_hand:
+        found += [each | {"KV_CACHE_PRECISION": wider.kv_cache_precision} for each in found]
+    return found
+
+
 def ranked(found: list[Measured]) -> list[Measured]:
-    """Those faster than the first in the geometric mean over the streams, the fastest first; then the first."""
-    first = found[0].tokens_per_s()
+    """Those faster than the first in the geometric mean over the streams, the fastest first; then the first.
+
+    One with another KV cache than the first's, a wider one, comes before what it is clearly faster than.
+    """
+    first, narrow = found[0].tokens_per_s(), found[0].properties["KV_CACHE_PRECISION"]
     gains = [statistics.geometric_mean([v / first[n] for n, v in each.tokens_per_s().items()]) for each in found]
-    order = sorted(range(1, len(found)), key=lambda n: -gains[n])
+    price = [1.0 if each.properties["KV_CACHE_PRECISION"] == narrow else WORTH for each in found]
+    order = sorted(range(1, len(found)), key=lambda n: -gains[n] / price[n])
     return [*(found[n] for n in order if gains[n] >= WORTH), found[0]]
 
 
@@ -96,36 +126,41 @@ class _Steps:
     """A pipeline whose steps are timed. The prompts are ids drawn at random; no cache holds them."""
 
     def __init__(self, folder: Path, recipe: Recipe, into: Measured) -> None:
-        self._into, self._next = into, 0
-        self._levels = [streams for streams in STREAMS if streams <= recipe.max_batch_size]
+        self._into = into
+        self._live: list[genai.GenerationHandle] = []
         scheduler = genai.SchedulerConfig()
-        scheduler.num_kv_blocks = self._levels[-1] * 4 + 2 * _READ_TOKENS // BLOCK_TOKENS
+        streams = min(STREAMS[-1], recipe.max_batch_size)
+        scheduler.num_kv_blocks = streams * (_LONGEST // BLOCK_TOKENS + 1) + 2 * _READ_TOKENS // BLOCK_TOKENS
         scheduler.max_num_batched_tokens = _READ_TOKENS
         self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(into.properties))
         self._random = np.random.default_rng(0)
-        self._read()  # the first steps take longer
+        self.read()  # the first steps take longer
+        into.reads_s.clear()
 
-    def round(self) -> None:
-        self._into.reads_s.append(self._read())
-        live: list[genai.GenerationHandle] = []
-        for streams in self._levels:
-            live += [self._add(BLOCK_TOKENS, 3 * BLOCK_TOKENS) for _ in range(streams - len(live))]
-            while not all(handle.can_read() for handle in live):  # their first tokens
-                self._step_s()
-            self._into.steps_s.setdefault(streams, []).extend(self._step_s() for _ in range(STEPS))
-        for handle in live:
+    def read(self) -> None:
+        self._add(_READ_TOKENS, 1)
+        self._into.reads_s.append(self._step_s())
+
+    def fill(self, streams: int) -> None:
+        """Let ``streams`` sequences run, each with its first token."""
+        self._live += [self._add(PROMPT_TOKENS, _LONGEST - PROMPT_TOKENS) for _ in range(streams - len(self._live))]
+        while not all(handle.can_read() for handle in self._live):
+            self._step_s()
+
+    def decode(self, streams: int) -> None:
+        self._into.steps_s.setdefault(streams, []).extend(self._step_s() for _ in range(STEPS))
+
+    def end(self) -> None:
+        for handle in self._live:
             handle.cancel()
         self._step_s()
-
-    def _read(self) -> float:
-        self._add(_READ_TOKENS, 1)
-        return self._step_s()
 
     def _add(self, tokens: int, most: int) -> genai.GenerationHandle:
         options = genai.GenerationConfig()
         options.max_new_tokens, options.ignore_eos, options.do_sample = most, True, False
-        self._next += 1
-        return self._pipeline.add_request(self._next, ov.Tensor(self._random.integers(0, 256, (1, tokens))), options)
+        return self._pipeline.add_request(
+            next(_NUMBERS), ov.Tensor(self._random.integers(0, 256, (1, tokens))), options
+        )
 
     def _step_s(self) -> float:
         began_s = time.perf_counter()

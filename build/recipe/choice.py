@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from build.recipe import schema
 from build.recipe.recipe import DEFAULT_QUALITY, Recipe
 
 EXACT_KV = "f32"  # with it OpenVINO computes in f32 and never quantises activations (compile_cpu.properties)
@@ -29,11 +30,13 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
     defaulted = recipe.quality in DEFAULT_QUALITY.values()
     for setting in SETTINGS:
         budget = DEFAULT_QUALITY[setting["precision"]] if defaulted else recipe.quality
-        yield recipe.changed(quality=budget, **setting)
+        measured = recipe.kv_cache_measured and setting["kv_cache_precision"] in schema.MEASURED_KV
+        yield recipe.changed(quality=budget, kv_cache_measured=measured, **setting)
 
 
 def words(recipe: Recipe) -> str:
     """``int8 weights, bf16 embedding and lm_head, u8 KV``."""
     wide = recipe.precision in ("int8", "int4") and recipe.head_precision == "bf16"
     head = ", bf16 embedding and lm_head" if wide else ""
-    return f"{recipe.precision} weights{head}, {recipe.kv_cache_precision} KV"
+    kv_cache = " or ".join(schema.MEASURED_KV) if recipe.kv_cache_measured else recipe.kv_cache_precision
+    return f"{recipe.precision} weights{head}, {kv_cache} KV"

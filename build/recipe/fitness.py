@@ -241,8 +241,12 @@ refuse(
     "C3: without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens",
 )
 refuse(
-    lambda case: case.recipe.kind == CPU and case.recipe.calibration is not None and case.recipe.precision != "int4",
-    "C4: [calibration] has no effect on {recipe.precision} weights of a CPU engine: only int4 is calibrated",
+    lambda case: (
+        case.recipe.kind == CPU
+        and case.recipe.calibration is not None
+        and case.recipe.precision not in ("int4", "int8_sq")
+    ),
+    "C4: [calibration] has no effect on {recipe.precision} weights of a CPU engine: int4 and int8_sq are calibrated",
 )
 
 

@@ -183,9 +183,11 @@ def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
 
     vocabulary = padded_vocabulary(recipe, arch) * hidden // tp
     total = layers * per_layer
+    smoothed = recipe.kind == CPU and recipe.precision == "int8_sq"  # a bf16 embedding, and an 8-bit head of its own
     if stage == 0:
-        total += _embedding_bytes(recipe, vocabulary, hidden)
-    if stage == recipe.pp - 1 and not (recipe.kind == CPU and arch.tied):
+        total += 2 * vocabulary if smoothed else _embedding_bytes(recipe, vocabulary, hidden)
+    own_head = smoothed and recipe.head_precision == "int8"
+    if stage == recipe.pp - 1 and (own_head or not (recipe.kind == CPU and arch.tied)):
         head_in_8_bits = recipe.precision == "fp8" and recipe.quantize.get("quantize_lm_head") is True
         total += vocabulary if head_in_8_bits else _embedding_bytes(recipe, vocabulary, hidden)
     return int(total)

@@ -105,6 +105,7 @@ class Recipe:
 
     max_seq_len: None only when a trtllm recipe leaves it out (rule R11 refuses it).
     automatic: the build chooses precision, head_precision and kv_cache_precision by measuring (precision "auto").
+    kv_cache_measured: the build chooses kv_cache_precision of MEASURED_KV; until then it is the first of them.
     calibration: None for CPU weights that are rounded to nearest.
     kv_cache_tokens: the KV pool on the CPU; on a GPU its upper limit, or None.
     gpu, sm: both set for the GPU kinds, of which the file gives one or both; None and 0 on the CPU.
@@ -126,6 +127,7 @@ class Recipe:
     group_size: int = 128
     head_precision: str = "int8"
     automatic: bool = False
+    kv_cache_measured: bool = False
     kv_cache_tokens: int | None = None
     kv_cache_fraction: float = 0.9
     gpu: str | None = None
@@ -363,17 +365,20 @@ def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe)
     if isinstance(declared.speculative_decoding, schema.DraftModel) and names:
         problem = "must be left out with speculative_decoding.mode 'draft_model', whose draft knows none; got"
         raise RecipeError(path, "adapters", f"{problem} {', '.join(names)}")
-    if declared.precision == AUTO:
+    precision, kv_cache = declared.precision, {}
+    if declared.kv_cache_precision == AUTO:  # arithmetic in f32, and adapters, are not measured with another
+        measured = precision != "fp32" and not names
+        kv_cache = {"kv_cache_precision": schema.MEASURED_KV[0], "kv_cache_measured": measured}
+    if precision == AUTO:
         for key in ("kv_cache_precision", "head_precision", "calibration", "group_size"):
             if key in table:
                 raise RecipeError(path, key, f"does not go with precision {AUTO!r}, which chooses it; leave it out")
-        return {"precision": FIRST_TRIED, "automatic": True}
-    precision = declared.precision
-    if declared.head_precision != "int8" and precision not in ("int8", "int4"):
+        return kv_cache | {"precision": FIRST_TRIED, "automatic": True}
+    if declared.head_precision != "int8" and precision not in ("int8", "int8_sq", "int4"):
         problem = f"has no effect on {precision} weights, whose embedding and lm_head are {precision} too; leave it out"
         raise RecipeError(path, "head_precision", problem)
     calibration = declared.calibration
-    return {"calibration": Calibration(**asdict(calibration)) if calibration else None}
+    return kv_cache | {"calibration": Calibration(**asdict(calibration)) if calibration else None}
 
 
 def _card(path: Path, declared: schema.GpuRecipe) -> dict[str, object]:

@@ -28,11 +28,12 @@ TRTLLM_VERSION = "1.2.1"
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
 
 PRECISIONS = {
-    CPU: ("bf16", "fp16", "fp32", "int8", "int4"),
+    CPU: ("bf16", "fp16", "fp32", "int8", "int8_sq", "int4"),
     TRTLLM: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo", "nvfp4"),
     LLMAPI: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4"),
 }
 AUTO = "auto"  # precision of a CPU recipe: the fastest setting of choice.py that passes the quality gate
+MEASURED_KV = ("u8", "f16")  # what kv_cache_precision "auto" of a CPU recipe chooses from, the least memory first
 HEAD_PRECISIONS = ("int8", "bf16")
 KV_CACHE_PRECISIONS = {
     CPU: ("u8", "f16", "bf16", "f32"),  # OpenVINO's KV_CACHE_PRECISION
@@ -294,21 +295,26 @@ class CpuRecipe(AnyRecipe):
 
     kind: Literal["cpu"]
     precision: Annotated[str, _one_of((*PRECISIONS[CPU], AUTO))] = Field(
-        description="of the weights; `auto`: the fastest setting that passes the quality gate"
+        description="of the weights; int8_sq: of activations too, so that products run in 8 bits (SmoothQuant, W8A8); "
+        "`auto`: the fastest setting that passes the quality gate"
     )
-    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[CPU])] = Field(
-        KV_CACHE_PRECISIONS[CPU][0], description=_KV_PRECISION
+    kv_cache_precision: Annotated[str, _one_of((*KV_CACHE_PRECISIONS[CPU], AUTO))] = Field(
+        AUTO,
+        description=f"{_KV_PRECISION}; f32 or f16: computes in f32 too. `auto`: u8, or f16 with u8's fast arithmetic "
+        "(bf16 where that is) where the build measures faster steps and there is memory for it, up to twice as much",
     )
     head_precision: Annotated[str, _one_of(HEAD_PRECISIONS)] = Field(
         "int8",
-        description="of embedding and lm_head under int8 or int4 weights; `bf16` takes a byte more per entry and gives "
-        "back a third of int8's loss",
+        description="of embedding and lm_head under int8 or int4 weights, of lm_head under int8_sq; `bf16` takes a "
+        "byte more per entry and gives back a third of int8's loss",
     )
     max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
     kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = Field(description="size of the KV pool, in tokens")
     speculative_decoding: CpuSpeculative | None = Field(None, description="how draft tokens are made")
     calibration: CpuCalibration | None = Field(
-        None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
+        None,
+        description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest. Of int8_sq: "
+        "the ranges of activations; without this table the default texts",
     )
 
 

@@ -103,6 +103,13 @@ class ReplicaSet(Generic[R]):
         for url in [*self.replicas, *self._joining]:
             self.remove(url)
 
+    async def joined(self, timeout_s: float) -> bool:
+        """Wait until a replica has been checked for the first time; return False if none is being checked."""
+        if self._joining:
+            await asyncio.wait(self._joining.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        return False
+
     async def close(self) -> None:
         """Close every replica at once; calls that still run fail."""
         tasks = [task for task in (self._watch, self._discovery) if task is not None]

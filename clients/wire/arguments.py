@@ -81,7 +81,7 @@ class GenerateArguments(TypedDict, total=False):
 class ClientOptions(TypedDict, total=False):
     """The keyword arguments of every client.
 
-    model: the model to use ["ensemble"].
+    model: the model to use ["ensemble"; for streams "ensemble_packed", which says the same, where the server has it].
     tls: True for TLS with the system's certificates, or ``TLS(...)`` [no TLS].
     api_key: sent as ``authorization: Bearer ...`` [none].
     metadata: added to every call, keys in lower case [none].

@@ -17,7 +17,7 @@ from clients.wire.completion import Collector, Completion
 from clients.wire.failures import RetryHint
 from clients.wire.response_reader import ResponseReader
 from clients.wire.retries import RetrySchedule
-from clients.wire.token_stream import STATUS_TIMEOUT_S
+from clients.wire.token_stream import STATUS_TIMEOUT_S, Refused
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, TokenDelta
 
@@ -35,6 +35,7 @@ class BlockingStream:
         url: str,
         request: GenerationRequest,
         schedule: RetrySchedule,
+        refused: Refused = lambda error: False,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -43,6 +44,7 @@ class BlockingStream:
         self._send = send
         self._url = url
         self._schedule = schedule
+        self._refused = refused
         self._call: Any = None  # a grpc.Call while one is in progress
         self._ended = False
         self._wake = threading.Event()  # set by cancel, so that a wait between attempts ends
@@ -121,8 +123,9 @@ class BlockingStream:
     def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """End the attempt. Return if another one follows, raise otherwise."""
         self._call.cancel()
+        refused = self._refused(error)
         if not self._response.started and not self._ended:
-            wait_s = self._schedule.wait_s(error, hint, self._response.remaining_s)
+            wait_s = 0.0 if refused else self._schedule.wait_s(error, hint, self._response.remaining_s)
             if wait_s is not None:
                 self._call = None
                 if self._wake.wait(wait_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
@@ -11,6 +12,9 @@ from clients.wire import failures, infer_request, infer_response, response_reade
 from clients.wire.connection import Connection
 from clients.wire.request import sendable_id
 from clients.wire.status import UnaryCall
+from clients.wire.stream_model import ASK_TIMEOUT_S, PackedEnsemble, StreamModel
+from contract import packed_delta
+from contract.errors import TridentError
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -27,6 +31,8 @@ class AsyncChannel:
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
         self._generate: grpc.aio.UnaryStreamMultiCallable | None = None
+        self._packed = PackedEnsemble()
+        self._discovery: asyncio.Task | None = None
 
     @property
     def url(self) -> str:
@@ -55,6 +61,12 @@ class AsyncChannel:
         """Return whether one model is loaded and ready. Raises TridentError."""
         return status.read_flag(await self.call(status.model_ready(model), timeout_s))
 
+    def model(self, of: StreamModel) -> str:
+        """Return the model for an attempt of a request here. Asks the server in the background which ones it has."""
+        if of.chooses and self._packed.due():
+            self._discovery = asyncio.ensure_future(self._ask())
+        return of.at(self._packed)
+
     async def stop(self, request_id: str, timeout_s: float) -> None:
         """End a running request in the engine; an engine ignores an id that it does not know. Raises TridentError."""
         payload = infer_request.stop(sendable_id(request_id))
@@ -67,8 +79,15 @@ class AsyncChannel:
 
     async def close(self) -> None:
         channel, self._channel, self._generate = self._channel, None, None
+        if self._discovery is not None and self._loop is asyncio.get_running_loop():
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
         if channel is not None:
             await channel.close()
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(TridentError):
+            self._packed.ready = await self.model_ready(packed_delta.MODEL, ASK_TIMEOUT_S)
 
     def _opened(self) -> grpc.aio.Channel:
         running = asyncio.get_running_loop()

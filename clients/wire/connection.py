@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,9 @@ class Connection:
     metadata: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.url or "://" in self.url.removeprefix("dns://") or self.url.isdigit():
+        _, colon, port = self.url.rpartition(":")
+        number = port.isdecimal() and not (colon and 0 < int(port) < 65_536)  # gRPC takes 65537 for 1
+        if not self.url or "://" in self.url.removeprefix("dns://") or number:
             problem = f"must be HOST:PORT of the server's gRPC endpoint, such as {DEFAULT_URL}, got {self.url!r}"
             raise InvalidArgument("url", problem)
         for key, value in self.metadata:
@@ -135,7 +136,7 @@ def trace_context(traceparent: str) -> str:
 
 
 def new_request_id() -> str:
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def new_traceparent() -> str:

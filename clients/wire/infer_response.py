@@ -143,8 +143,10 @@ class ResponseDecoder:
         raws_at = len(body) - sum(1 + len(varint(len(raw))) + len(raw) for raw in raws)
         if len(raws) == len(outputs) and _read_raws(body, raws_at, outputs):
             header, slots = body[_names_end(body, 0) : raws_at + 1], [output.slot for output in outputs]
-            behind = slots[slots.index(_REASON) + 1 :] if _REASON in slots else [0]
-            stops = all(slot < 0 or slot > _REASON for slot in behind)
+            end = slots.index(_REASON) if _REASON in slots else len(slots)
+            # What belongs to the end of an answer stands behind its reason, all of it, and nothing else does.
+            ordered = all((slot > _REASON) == (at > end) for at, slot in enumerate(slots) if slot >= 0)
+            stops = end < len(slots) and ordered
             _HEADERS.remember(_Header(header, tuple(outputs), final, stops))
         if len(raws) < len(outputs):  # Triton never puts contents into the tensor itself
             raise WireError(f"{len(outputs)} outputs, and contents for {len(raws)} of them")

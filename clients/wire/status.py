@@ -8,7 +8,15 @@ from clients.wire import failures, protobuf
 
 _SERVICE = "/inference.GRPCInferenceService"
 # The models of our repository, for servers that restrict access to their index.
-KNOWN_MODELS = ("ensemble", "ensemble_packed", "tokenizer", "engine", "detokenizer", "detokenizer_packed")
+KNOWN_MODELS = (
+    "ensemble",
+    "ensemble_packed",
+    "tokenizer",
+    "engine",
+    "detokenizer",
+    "detokenizer_packed",
+    "client_watch",
+)
 
 
 @dataclass(frozen=True)

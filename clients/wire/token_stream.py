@@ -26,6 +26,8 @@ from contract.generation import GenerationRequest, TokenDelta
 STATUS_TIMEOUT_S = 2.0
 # Stands for a message without outputs in a stream that is read raw.
 NO_OUTPUTS = TokenDelta()
+Send = Callable[[GenerationRequest, float], grpc.aio.UnaryStreamCall]
+Refused = Callable[[TridentError], bool]  # see Route.refused
 
 
 class Attempt(Protocol):
@@ -50,12 +52,15 @@ class Route(Protocol):
     def has_alternative(self) -> bool:
         """Return whether the next attempt would reach a replica that has not failed this request yet."""
 
+    def refused(self, error: TridentError) -> bool:
+        """Take note of how an attempt failed; return whether the request was only sent to the wrong model."""
+
 
 class SingleRoute:
     """The route to one server, and each attempt on it."""
 
-    def __init__(self, url: str, send: Callable[[GenerationRequest, float], grpc.aio.UnaryStreamCall]) -> None:
-        self.url, self._send = url, send
+    def __init__(self, url: str, send: Send, refused: Refused = lambda error: False) -> None:
+        self.url, self._send, self.refused = url, send, refused
 
     async def open(self, request: GenerationRequest, remaining_s: float) -> SingleRoute:
         self.call = self._send(request, remaining_s)
@@ -174,7 +179,7 @@ class TokenStream:
                 if response.ended:
                     self._next, self.finished, self.deferred_error = None, response.complete, response.deferred_error
                 if delta is not None:
-                    if not self._began:
+                    if not self._began and not self._ended:  # else closed when the message had arrived
                         self._began = True
                         self._attempt.began()
                     return delta
@@ -227,7 +232,10 @@ class TokenStream:
     async def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """End the attempt. Return if another one follows, raise otherwise."""
         self._release(error)
+        refused = self._route.refused(error)
         if not self._response.started and not self._ended:
+            if refused:
+                return
             wait_s = self._schedule.wait_s(error, hint, self._response.remaining_s, self._route.has_alternative())
             if wait_s is not None:
                 self._pause = asyncio.ensure_future(asyncio.sleep(wait_s))

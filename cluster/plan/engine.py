@@ -17,13 +17,12 @@ from pathlib import Path
 
 from contract import manifest as manifests
 from contract import step_model
-from contract.step_model import StepModel
+from contract.step_model import STRETCHES, StepModel, accepted_at, tokens_per_step
 
 BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
 SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
-WINDOW_S, STREAM_S = (0.004, 0.018), 0.0011
-_PACE_STEPS = 8  # over which the mean of steps is taken
-_PART = 0.35  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 16
+# Of its drafts (python_backends/cpu_engine/drafting.py, FEW_DRAFTS is SHORT there).
+BUSY, FEW_DRAFTS, QUIET, WORTH_MOVING, WORTH = 4, 3, 2, 32, 0.2
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Replica:
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
     short_tokens: prompts up to this length are read whole all the same.
-    shared: whether a gateway, too, uses the cores of the replica's machine, where the step model tells what others take
-        of them.
+    longest: tokens of prompt and answer of one request; 0 if the cache alone bounds it.
     """
 
     step: StepModel
@@ -44,7 +42,7 @@ class Replica:
     kv_tokens: int
     slower: float = 0.0
     short_tokens: int = 0
-    shared: bool = False
+    longest: int = 0
 
     @staticmethod
     def of_engine(folder: Path) -> Replica:
@@ -52,38 +50,19 @@ class Replica:
         engine, model = manifests.load(folder), step_model.of_engine(folder)
         cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
         pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
-        rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else ()
-        return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
+        rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else (0.0, 0)
+        return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule, engine.max_seq_len)
 
     @property
     def request_s(self) -> float:
-        """By which a request that comes makes a step longer: a second of one of N cores, that others take, by 1/N s."""
-        step = self.step
-        cpu_s = step.request_cpu_s + self.shared * step.gateway_request_cpu_s
-        return cpu_s / step.cores if step.cores else 0.0
-
-    def seconds(self, decoding: int, context_tokens: float, prefill_tokens: int, pace_s: float = 0.0) -> float:
-        """Return the seconds of a step, with what sending its tokens takes of the cores. pace_s: of the latest steps.
-
-        The tokens of all streams are sent together, once in a window (python_backends/cpu_engine/coalescing_window.py).
-        So where steps are longer than those that were calibrated, more messages of fewer tokens are sent.
-        """
-        step = self.step
-        whole_s = step.seconds(decoding, context_tokens, prefill_tokens)
-        if not (step.cores and decoding):
-            return whole_s
-        window_s = max(WINDOW_S[0], min(WINDOW_S[1], decoding * STREAM_S), decoding * STREAM_S / 2)
-        sent_s = (step.burst_cpu_s + decoding * step.message_cpu_s) / step.cores
-        own_s = max(whole_s / 4, whole_s - sent_s / max(1.0, window_s / whole_s + _PART))
-        if self.shared:
-            sent_s += (step.gateway_burst_cpu_s + decoding * step.gateway_message_cpu_s) / step.cores
-        return own_s + sent_s / max(1.0, window_s / (pace_s or whole_s) + _PART)
+        """By which a request makes steps longer: a second of one of N cores, that others take, by 1/N s."""
+        return self.step.request_cpu_s / self.step.cores if self.step.cores else 0.0
 
     def whole(self, decoding: int) -> int:
         """Return the prompt tokens that a step beside streams has places for."""
         return max(BLOCK_TOKENS, self.chunk_tokens - decoding)
 
-    def room(self, decoding: int, context_tokens: int, prompts: int) -> int:
+    def room(self, decoding: int, context_tokens: float, prompts: int) -> int:
         """Return the tokens of long prompts that a step may read."""
         room = self.whole(decoding)
         if not (self.slower and decoding and prompts):
@@ -119,7 +98,13 @@ class Sequence:
     cached: int = 0
     left: int = 0  # prompt tokens to be read
     sent: int = 0
-    began: int = -1  # steps of the engine before its first token
+    # It had made so many tokens at the step ``began`` and makes ``pace`` in each of the following, with so many drafts,
+    # until the end of a stretch of its text.
+    began: int = 0
+    made: int = 0
+    pace: float = 1
+    drafts: int = 0
+    text: tuple[float, ...] = ()
     state: str = "waiting"
 
     @property
@@ -133,15 +118,15 @@ class Engine:
 
     send_s: seconds between two messages of a stream; 0: one for each step.
     noise: standard deviation of the logarithm of a step's time. slow: factor of it.
-    stepped: called with a span's seconds of a step, steps, sequences that decoded, and what those that waited lacked:
-        "slots", "kv" or "".
+    stepped: called with a span's seconds of a step, steps, sequences that decoded, the tokens that they made in a step,
+        and what those that waited lacked: "slots", "kv" or "".
     """
 
     kind: Replica
     send_s: float = math.inf
     noise: float = 0.0
-    rng: random.Random = field(default_factory=random.Random)
-    stepped: Callable[[float, int, int, str], None] | None = None
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    stepped: Callable[[float, int, int, float, str], None] | None = None
     slow: float = 1.0
     running: dict[Sequence, None] = field(default_factory=dict)
     due_s: float = math.inf
@@ -154,13 +139,14 @@ class Engine:
         self._reading: dict[Sequence, None] = {}
         self._ends: list[tuple[int, int, Sequence]] = []
         self._number = 0
-        self._context = 0  # tokens of those that decode
-        self._decoding = 0
+        # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
+        self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
+        step = self.kind.step
+        self._most_drafts = step.draft_tokens if step.tokens_per_step >= 1 + WORTH else 0
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
-        self._owed_s = 0.0  # to those that came during the span
-        self._pace_s = 0.0
+        self._owed_s = self.kind.step.idle_s  # to requests that came or were answered during the span, and to a pause
         self._sent_s = 0.0
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._cached = 0
@@ -177,7 +163,7 @@ class Engine:
         self._number += 1
         sequence.arrived_s = now_s
         if self.running:  # else it has taken nothing from anybody
-            self._owed_s += self.kind.request_s
+            self._owed_s += self.kind.request_s / 2
         heapq.heappush(self._waiting, (-sequence.priority, self._number, sequence))
         if len(self.running) < self.kind.slots:
             self._interrupt(now_s)
@@ -203,24 +189,28 @@ class Engine:
         now_s = self.due_s
         _, steps, parts, step_s = self._span
         if self.stepped is not None:
-            self.stepped(step_s, steps, self._decoding, self._lacked)
+            self.stepped(step_s, steps, self._decoding, self._pace, self._lacked)
         self.steps += steps
-        self._context += steps * self._decoding
+        self._context += steps * self._pace
         for sequence, part in parts:
             sequence.left -= part
             if sequence.left or sequence.state != "reading":
                 continue
             # The last chunk makes the first token.
             del self._reading[sequence]
-            sequence.state, sequence.first_s, sequence.began = "running", now_s, self.steps - 1
-            self._decoding += 1
-            self._context += sequence.prompt + sequence.first_id + 1
-            self._number += 1
-            heapq.heappush(self._ends, (self.steps - 1 + sequence.answer, self._number, sequence))
+            sequence.state, sequence.first_s = "running", sequence.first_s or now_s
+            self._decode(sequence, sequence.made + 1)
             self._tell(sequence, now_s)
+            if self._decoding > 1:
+                self._owed_s += self.kind.request_s / 2
         while self._ends and (self._ends[0][0] <= self.steps or self._ends[0][2].state == "ended"):
             sequence = heapq.heappop(self._ends)[2]
-            if sequence.state == "running":
+            if sequence.state != "running":
+                continue
+            if sequence.drafts and (made := self._made(sequence)) < sequence.answer:
+                self._count(sequence, -1)
+                self._decode(sequence, made)
+            else:
                 self._tell(sequence, now_s)
         if now_s - self._sent_s >= self.send_s * 0.999:
             self._sent_s = now_s
@@ -259,25 +249,24 @@ class Engine:
                 self._admit(sequence)
             heapq.heappop(self._waiting)
         if not self.running:
-            self._pace_s = 0.0
+            self._owed_s = kind.step.idle_s
             return
+        if self._most_drafts and not self._reading and len(self.running) <= QUIET:
+            self._draft_again()
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
-        decoding, context, steps = self._decoding, float(self._context), 1
+        decoding, context, drafts, steps = self._decoding, self._context, self._drafts, 1
         parts = self._read(now_s) if self._reading else []
-        step_s = kind.seconds(decoding, context, sum(part for _, part in parts), self._pace_s) * self.slow
-        if not parts:
+        prompts = sum(part for _, part in parts)
+        step_s = kind.step.seconds(decoding, context, prompts, drafts) * self.slow
+        if not parts and not self._owed_s:
             steps = max(1, self._ends[0][0] - self.steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
-            if kind.step.cores:
-                steps = min(steps, _PACE_STEPS)
-            step_s = kind.seconds(decoding, context + decoding * (steps - 1) / 2, 0, self._pace_s) * self.slow
-        step_s, self._owed_s = step_s + self._owed_s / steps, 0.0
-        if self.noise:
-            step_s *= self.rng.lognormvariate(0.0, self.noise)
-        before_s = self._pace_s or step_s
-        self._pace_s = before_s + (step_s - before_s) * min(1.0, 2 * steps / _PACE_STEPS)
+            step_s = kind.step.seconds(decoding, context + self._pace * (steps - 1) / 2, 0, drafts) * self.slow
+        step_s, self._owed_s = step_s + self._owed_s, 0.0
+        if noise := max(self.noise, kind.step.spread if parts else 0.0):
+            step_s *= self.rng.lognormvariate(0.0, noise)
         self._span, self.due_s = (now_s, steps, parts, step_s), now_s + steps * step_s
 
     def _read(self, now_s: float) -> list[tuple[Sequence, int]]:
@@ -285,7 +274,7 @@ class Engine:
         parts, read, whole = [], 0, self.kind.whole(self._decoding)
         room = self.kind.room(self._decoding, self._context, len(self._reading))
         for sequence in self._reading:
-            limit = whole if sequence.prompt <= self.kind.short_tokens else room
+            limit = whole if sequence.prompt <= self.kind.short_tokens or sequence.drafts or sequence.made else room
             if read >= limit:
                 break
             sequence.scheduled_s = sequence.scheduled_s or now_s
@@ -305,12 +294,71 @@ class Engine:
                 self._cached -= self._cache.popitem(last=False)[1]
         sequence.left = max(1, sequence.prompt - sequence.cached)
         sequence.state = "reading"
+        if self._most_drafts:
+            self._draft(sequence)
         self.reserved += sequence.reserved
         self.running[sequence] = None
         self._reading[sequence] = None
 
+    def _draft(self, sequence: Sequence) -> None:
+        """Decide whether a sequence that is admitted is drafted for; if not, those that run are not either from now on,
+        and their prompts and what they have made are read again."""
+        sequence.text = self.rng.choice(self.kind.step.acceptance)
+        others = next(iter(self.running), sequence).drafts
+        if not self.running or (others and len(self.running) < BUSY):
+            sequence.drafts = self._drafts_beside(len(self.running))
+        elif others:
+            for other in self.running:
+                if other.state == "running":
+                    self._read_again(other)
+                other.drafts, other.pace = 0, 1
+
+    def _draft_again(self) -> None:
+        """Draft for the sequences that decode plainly if it is worth reading each of them again."""
+        if any(one.drafts or one.most - self._made(one) < WORTH_MOVING for one in self.running):
+            return
+        for nth, sequence in enumerate(self.running):
+            self._read_again(sequence)
+            sequence.drafts = self._drafts_beside(nth)
+
+    def _drafts_beside(self, others: int) -> int:
+        return min(FEW_DRAFTS, self._most_drafts) if others else self._most_drafts
+
+    def _read_again(self, sequence: Sequence) -> None:
+        self._count(sequence, -1)
+        sequence.made, sequence.state = self._made(sequence), "reading"
+        sequence.left = sequence.prompt + sequence.made
+        self._reading[sequence] = None
+
+    def _decode(self, sequence: Sequence, made: int) -> None:
+        """Let a sequence decode on until its end, or that of the stretch of its text."""
+        sequence.began, sequence.made = self.steps, made
+        until = sequence.answer
+        if sequence.drafts:
+            sequence.pace = tokens_per_step(accepted_at(sequence.text, made), sequence.drafts)
+            until = min([until, *(at for at in STRETCHES if at > made)])
+        self._count(sequence, 1)
+        self._number += 1
+        left = math.ceil((until - made) / sequence.pace - 1e-9)
+        heapq.heappush(self._ends, (self.steps + left, self._number, sequence))
+
+    def _made(self, sequence: Sequence) -> int:
+        done = sequence.made + int((self.steps - sequence.began) * sequence.pace + 1e-9)
+        return min(sequence.answer, done)
+
+    def _count(self, sequence: Sequence, times: int) -> None:
+        """Add a sequence that decodes to what is counted of them, or with -1 take it off."""
+        self._decoding += times
+        if not self._decoding:  # no part of a token stays
+            self._pace, self._drafts, self._context = 0.0, 0, 0.0
+            return
+        self._pace += times * sequence.pace
+        self._drafts += times * sequence.drafts
+        tokens = sequence.made + (self.steps - sequence.began) * sequence.pace
+        self._context += times * (sequence.prompt + sequence.first_id + tokens)
+
     def _tell(self, sequence: Sequence, now_s: float) -> None:
-        made = min(sequence.answer, self.steps - sequence.began)
+        made = self._made(sequence)
         new, sequence.sent = made - sequence.sent, made
         if new:
             sequence.last_s = now_s
@@ -323,8 +371,7 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state == "running":
-            self._decoding -= 1
-            self._context -= sequence.prompt + sequence.first_id + self.steps - sequence.began
+            self._count(sequence, -1)
         else:
             self._reading.pop(sequence, None)
         del self.running[sequence]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from cluster.plan.scenario import HOURS, Class, Pool, Price, Scenario, Slo
 from contract.errors import InvalidArgument, TridentError
 
 MONTH_H = 730.0
+CHECKED = "plan_check.json"  # in an engine's folder
 REQUESTS, ROUNDS = 600, 10  # of a simulated load: so many, and so many more for each sequence that a replica holds
 SEARCH = 9  # halvings of the interval in which the operating point is
 WHAT_MOVES = {
@@ -49,7 +51,9 @@ class PoolPlan:
     """The plan of one pool.
 
     source: measured, published or roofline; the last two are estimates. error_p50_percent, error_p95_percent: of the
-    step model. rate: requests per second that one replica serves within the objectives: the operating point.
+    step model. checked: the largest errors of the forecasts of this step model beside the bench, as parts of what was
+    measured, by figure of cluster.plan.check; none where they were not compared.
+    rate: requests per second that one replica serves within the objectives: the operating point.
     forecast: at that rate. binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
     little: concurrency of the peak hour by Little's law, requests per second times seconds of each.
     kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
@@ -64,6 +68,7 @@ class PoolPlan:
     source: str
     error_p50_percent: float
     error_p95_percent: float
+    checked: dict[str, float]
     requests_per_s: tuple[float, ...]
     input_tokens: float
     output_tokens: float
@@ -75,6 +80,7 @@ class PoolPlan:
     slots: int
     kv_sequences: float
     decode_batch: int
+    tokens_per_step: float
     shares: dict[str, float]
     headroom: float
     replicas: tuple[int, ...]
@@ -123,9 +129,10 @@ def kind_of(pool: Pool, place: str) -> Replica:
     if pool.estimate is not None:
         return estimate.replica(pool.estimate, f"{place}.estimate")
     try:
-        return Replica.of_engine(Path(pool.engine))
+        kind = Replica.of_engine(Path(pool.engine))
     except TridentError as exc:
         raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
+    return dataclasses.replace(kind, step=kind.step.of_texts(pool.acceptance, f"{place}.acceptance"))
 
 
 def load_of(pool: Pool, seed: int) -> tuple[_Load, tuple[float, ...]]:
@@ -143,8 +150,10 @@ def operating_point(replica: Replica, load: _Load, slo: Slo, place: str) -> tupl
     Raises InvalidArgument: an objective is missed by requests that are alone.
     """
     input_tokens, output_tokens = load.means()
-    if input_tokens + output_tokens > replica.kv_tokens:
-        raise InvalidArgument(f"{place}.classes", f"must fit the KV cache of {replica.kv_tokens} tokens")
+    longest = replica.longest or replica.kv_tokens
+    if input_tokens + output_tokens > longest:
+        problem = f"must be requests of at most {longest} tokens, got {input_tokens + output_tokens:.0f} in the mean"
+        raise InvalidArgument(f"{place}.classes", problem)
     sequences = max(1.0, min(replica.slots, replica.kv_tokens / (input_tokens + output_tokens)))
     context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
     most = sequences / replica.step.seconds(sequences, sequences * context, sequences * ratio) / output_tokens
@@ -221,6 +230,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         source=step.source,
         error_p50_percent=step.error_p50_percent,
         error_p95_percent=step.error_p95_percent,
+        checked=_checked(Path(pool.engine), step.made) if pool.engine else {},
         requests_per_s=hourly,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
@@ -232,6 +242,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         slots=replica.slots,
         kv_sequences=replica.kv_tokens / (input_tokens + output_tokens),
         decode_batch=batch,
+        tokens_per_step=step.tokens_per_step,
         shares=_shares(replica, found.sequences, context, ratio),
         headroom=pool.headroom,
         replicas=replicas,
@@ -239,6 +250,12 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         sensitivity=_sensitivity(pool, replica, load, hourly, place, rate, cost, replicas),
         check=_check(name, pool, path, rate),
     )
+
+
+def _checked(folder: Path, made: str) -> dict[str, float]:
+    """Return what ``--check`` found of a step model. made: instant of it."""
+    kept = json.loads((folder / CHECKED).read_text("utf-8")) if (folder / CHECKED).exists() else {}
+    return kept["errors"] if kept.get("of") == made else {}
 
 
 def _check(name: str, pool: Pool, path: Path, rate: float) -> str:

@@ -51,7 +51,8 @@ class Forecast:
 
 @dataclass
 class _Run:
-    """steps: seconds, and tokens of decoding. lacked: steps in which requests waited for "slots" or "kv"."""
+    """steps: seconds between two tokens of a sequence, and tokens of decoding.
+    lacked: steps in which requests waited for "slots" or "kv"."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     lacked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("slots", "kv", ""), 0))
@@ -68,11 +69,11 @@ def serve(
     coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
     run = _Run()
 
-    def stepped(step_s: float, steps: int, decoding: int, lacked: str) -> None:
+    def stepped(step_s: float, steps: int, decoding: int, tokens: float, lacked: str) -> None:
         run.lacked[lacked] += steps
         run.busy_s += steps * step_s
         if decoding:
-            run.steps.append((step_s, decoding * steps))
+            run.steps.append((step_s * decoding / tokens, round(tokens * steps)))
 
     engine = Engine(replica, stepped=stepped)
 

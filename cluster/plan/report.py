@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.plan.planner import PoolPlan
@@ -23,6 +23,7 @@ def described(plan: PoolPlan, currency: str) -> str:
     rows = [
         ("machine", plan.machine),
         ("step model", origin),
+        ("forecasts", _errors(plan.checked)),
         ("a request", f"{plan.input_tokens:.0f} tokens in, {plan.output_tokens:.0f} out, in the mean"),
         ("one replica", f"{plan.rate:.3g} requests/s, {plan.rate * plan.output_tokens:.0f} tokens/s out"),
         ("its batch", f"{at.sequences:.1f} sequences, busy {at.busy:.0%} of the time; a step is {shares}"),
@@ -32,6 +33,11 @@ def described(plan: PoolPlan, currency: str) -> str:
         ("peak", f"{max(plan.requests_per_s):.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
         ("replicas", f"{max(plan.replicas)} at the peak, with {plan.headroom:.0%} headroom"),
     ]
+    if plan.tokens_per_step > 1:
+        told = (
+            f"{plan.tokens_per_step:.1f} tokens a step of a sequence alone, by the texts' acceptance that was assumed"
+        )
+        rows.insert(3, ("drafts", told))
     if cost.day:
         per = f"{currency}{cost.per_1000_tokens:.4g} per 1,000 tokens, {cost.per_1000_output_tokens:.4g} of answers"
         elastic = f"{cost.on_demand_hours:.0f} on-demand hours, {cost.spot_hours:.0f} spot hours a day"
@@ -46,6 +52,13 @@ def described(plan: PoolPlan, currency: str) -> str:
         cells = ("missed" if change is None else f"{change:+.0f} %" for change in changes)
         lines.append(_row(name, cells, 9))
     return "\n".join([*lines, "", f"  check: {plan.check}"])
+
+
+def _errors(checked: Mapping[str, float]) -> str:
+    if not checked:
+        return "not compared with the bench yet; the last line says how"
+    said = (f"{name} {error:+.0%}" for name, error in checked.items())
+    return f"off by, at worst beside the bench: {', '.join(said)}"
 
 
 def _row(name: str, cells: Iterable[object], width: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import time
 import urllib.request
@@ -14,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from contract import prometheus, toml_table
+from contract import prometheus, step_model, toml_table
 from contract.errors import InvalidArgument
 
 HOURS = 24
@@ -128,6 +129,11 @@ class Price(_Table):
     spot_share: _Part = 0.0
 
 
+# Probability that a draft token is accepted if those before it were: a number, or one for each kind of text, or for
+# each one for each of ``step_model.STRETCHES``.
+Acceptance = Annotated[tuple[tuple[_Part, ...], ...], BeforeValidator(step_model.texts)]
+
+
 class Accelerator(_Table):
     """A replica that is not built yet: its model and what it runs on; cluster/plan/estimate.py.
 
@@ -148,10 +154,18 @@ class Accelerator(_Table):
     max_num_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
 
 
-class Pool(_Table):
-    """A kind of replica, ``engine`` (a folder with step_model.json) or ``estimate``, and what it serves."""
+def _engine_folder(given: str) -> str:
+    """Return the folder of an engine, which may be given by its name."""
+    named = Path(given).name == given and given and not Path(given).is_dir()
+    return str(Path(os.environ.get("TRIDENT_ENGINES_DIR") or "engines") / given) if named else given
 
-    engine: str = ""
+
+class Pool(_Table):
+    """A kind of replica, ``engine`` (a folder with step_model.json, or a name in engines/) or ``estimate``, and what it
+    serves. acceptance: of the drafts of an engine that drafts; what its calibration found by default."""
+
+    engine: Annotated[str, AfterValidator(_engine_folder)] = ""
+    acceptance: Acceptance = ()
     estimate: Accelerator | None = None
     classes: Annotated[tuple[Class, ...], Field(min_length=1)]
     slo: Slo = Slo()
@@ -162,7 +176,7 @@ class Pool(_Table):
     @model_validator(mode="after")
     def _one_kind(self) -> Pool:
         if bool(self.engine) == (self.estimate is not None):
-            raise ValueError("engine: must be a folder, or estimate must be given, one of them")
+            raise ValueError("engine: must be a folder or a name, or estimate must be given, one of them")
         return self
 
 

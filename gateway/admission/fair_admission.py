@@ -99,7 +99,7 @@ class FairAdmission:
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
         # Called with what ended; and with where budgets stand, it returns response headers.
-        self.on_charged: Callable[[UsageRecord], None] = lambda record: None
+        self.on_charged: Callable[[UsageRecord], None] | None = None
         self.on_reserved: Callable[[Sequence[Standing]], Mapping[str, str]] = lambda standings: {}
         self.degraded: Counter[str] = Counter()
 
@@ -208,17 +208,17 @@ class FairAdmission:
             if pool or not target:  # an upstream has its own capacity, and no slot here is used
                 claim = ticket.claim(pool, ticket.tokens, len(requests))
                 drawn = not target and pool != tenant.pool
-                ticket.turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
-                if hold_s := self.slots(pool).capacity.hold_s:  # the response may begin, so that its caller is told
-                    headers[HELD] = f"{hold_s:g}"
+                turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
+                if claim.hold_s:  # the response may begin, so that its caller is told
+                    headers[HELD] = f"{claim.hold_s:g}"
                 else:
                     await claim.turn(0)
             else:
-                ticket.turns = tuple(Turn(ticket) for _ in requests)
+                turns = tuple(Turn(ticket) for _ in requests)
         except BaseException:
             ticket.close(0)
             raise
-        return Permit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
+        return Permit(ticket.requests, headers, target, turns, ticket, need.counts)
 
     async def admit_input(
         self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float, charge: Charge = FREE
@@ -238,12 +238,11 @@ class FairAdmission:
             self._check_room(tenant, pool)
             headers = await self._reserve(ticket, tokens, least, 0, pool)
             claim = ticket.claim(pool, tokens, 1)
-            ticket.turns = (Turn(ticket, pool, claim),)
             await claim.turn(0)
         except BaseException:
             ticket.close(0)
             raise
-        return Permit(ticket.requests, headers, "", ticket.turns, ticket)
+        return Permit(ticket.requests, headers, "", (Turn(ticket, pool, claim),), ticket)
 
     async def admit_reader(self, tenant: Tenant, charge: Charge = FREE) -> Permit:
         """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
@@ -321,13 +320,15 @@ class FairAdmission:
     async def _reserve(self, ticket: _Ticket, tokens: int, least: int, output_tokens: int, pool: str) -> dict[str, str]:
         """Reserve on every level of the ticket; return the response's headers."""
         charge = ticket.charge
+        ticket.reserved_s = time.time()
         levels = applying(ticket.tenant.levels, charge.model, charge.endpoint)
+        if not levels:
+            return {}
         if not tokens:  # what nothing is generated for costs a request
             levels = tuple(
                 replace(level, limits=replace(level.limits, tokens_per_minute=None, quotas=())) for level in levels
             )
         micros = charge.most_micros(tokens - output_tokens, output_tokens)
-        ticket.reserved_s = time.time()
         ticket.reservation = reservation = await self._budgets.reserve(levels, tokens, least, micros)
         short = reservation.refused_by
         if short is None:
@@ -383,7 +384,6 @@ class _Ticket:
     tokens: int = 0
     slot: Held | None = None
     reservation: Reservation | None = None
-    turns: tuple[Turn, ...] = ()
     claims: list[Claim] = field(default_factory=list)
     open: bool = True
     charge: Charge = FREE
@@ -400,8 +400,8 @@ class _Ticket:
         rules, max_wait_s = tenant.class_rules, admission._rules.max_wait_s
         if rules is not None and rules.max_wait_s is not None:
             max_wait_s = rules.max_wait_s
-        max_wait_s = admission.slots(pool).capacity.hold_s or max_wait_s
-        until_s = min(admission._clock() + min(max_wait_s, remaining_s), self.ends_s)
+        hold_s = admission.slots(pool).capacity.hold_s
+        until_s = min(admission._clock() + min(hold_s or max_wait_s, remaining_s), self.ends_s)
         share = rules.share if rules is not None else 1.0
         order = (tenant.priority, tenant.weight, until_s)
         entry = Entry(tenant.name, max(1, tokens), *order, count, _longest(self.requests), share)
@@ -409,6 +409,7 @@ class _Ticket:
             claim = admission.slots(pool).claim(entry, self.ends_s)
         except Overloaded as exc:
             raise admission._refusal("queue", exc, pool) from None
+        claim.hold_s = hold_s
         self.claims.append(claim)
         admission._tickets.add(self)
         return claim
@@ -529,4 +530,5 @@ class Permit:
         if usage is not None:
             ticket.learn(usage)
         ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens, charge.micros(usage))
-        ticket.admission.on_charged(charge.record(ticket.reserved_s, ticket.tenant.levels, usage))
+        if ticket.admission.on_charged is not None:
+            ticket.admission.on_charged(charge.record(ticket.reserved_s, ticket.tenant.levels, usage))

@@ -135,10 +135,19 @@ class PoolSlots:
 
     def enter(self, claim: Claim) -> None:
         """Queue a claim. Raises Overloaded if the queue is full."""
-        claim.entry.work = claim
-        self.queue.push(claim.entry, self._clock())
-        self.arrived_tokens += claim.entry.cost_tokens
-        self.dispatch()
+        entry, queue, now_s, limits = claim.entry, self.queue, self._clock(), self._limits()
+        at_once = not len(queue) and entry.slots == 1 and now_s < entry.deadline_s and self._may_run(entry, limits)
+        if at_once:  # as the queue would give it, without its heaps
+            queue.check_room(entry.tenant, entry.priority)
+        else:
+            entry.work = claim
+            queue.push(entry, now_s)
+        self.arrived_tokens += entry.cost_tokens
+        if at_once:
+            self._give(claim, limits)
+            self._update_saturated_time()
+        else:
+            self.dispatch()
 
     def dispatch(self) -> None:
         """Give free slots to waiting entries, fail the expired ones, and schedule the next deadline."""
@@ -269,6 +278,7 @@ class Claim:
     entry: Entry
     lasts_until_s: float
     given: int = 0
+    hold_s: float = 0.0  # that it may wait for a replica of a pool that has none
     _turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     _held: dict[int, bool] = field(default_factory=dict)  # by number, whether it is a reserved one
     _error: TridentError | None = None
@@ -309,6 +319,7 @@ class Claim:
             return
         self._closed = True
         self.pool.queue.remove(self.entry)
+        self.entry.work = None
         for number, reserved in self._held.items():
             self.pool._take_back(self.entry, number, reserved)
         self._held.clear()

@@ -95,6 +95,8 @@ def routes(service: Service) -> list[Route]:
             raise InvalidArgument("pool", f"must be one of {known}, got {registration.pool!r}")
         if name not in {entry["name"] for entry in registrations.entries()}:  # not each beat
             note(request, "replica.register", name, after={"address": registration.address, "pool": registration.pool})
+        if registration.state == "draining":
+            await service.succession.wait(registration.pool, registration.address)
         registrations.put(name, registration)
         service.tell_workers("register", name, registration)
         return {"name": name, "lease_s": registration.lease_s}

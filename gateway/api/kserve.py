@@ -29,7 +29,7 @@ from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
 from clients.wire.status import UnaryCall
 from clients.wire.token_stream import NO_OUTPUTS
-from contract import priority
+from contract import packed_delta, priority
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -43,7 +43,7 @@ from contract.errors import (
     Unavailable,
     to_text,
 )
-from contract.generation import GenerationRequest, Guide
+from contract.generation import FinishReason, GenerationRequest, Guide, TokenDelta
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
@@ -51,8 +51,10 @@ from gateway.choices import ChoiceDelta
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
 from gateway.hooks.hooks import RequestHooks
+from gateway.models import ServedModel
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
+from gateway.routing.replicas import RoutedReplica
 from gateway.service import Service
 from gateway.telemetry.metrics import refusal_reason
 
@@ -96,10 +98,17 @@ class KServeEndpoint(GrpcEndpoint):
 
     async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            model = self._service.models.find(_name(request), Tenant())  # probes send no key
+            packed, model = _is_packed(_name(request)), self._service.models.find(_name(request), Tenant())  # no key
         except NotFound:
             return _flag(False)
-        return _flag(self._service.ready() and (not model.pool or self._service.replicas.serves(model.pool)))
+        ready = self._service.ready() and (not model.pool or self._service.replicas.serves(model.pool))
+        return _flag(ready and (not packed or bool(self._replicas(model, packed))))
+
+    def _replicas(self, model: ServedModel, packed: bool) -> list[RoutedReplica]:
+        """Return the ready replicas of a model. packed: those that have the packed ensemble."""
+        pools, found = self._service.models.pools.get(model.pool), self._service.replicas.ready()
+        found = [replica for replica in found if replica.metrics.packed or not packed]
+        return found if pools is None else [replica for replica in found if replica.pool in pools]
 
     async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> NoReturn:
         """Reject ModelInfer as Triton does for an ensemble with a decoupled step."""
@@ -115,13 +124,10 @@ class KServeEndpoint(GrpcEndpoint):
                 tenant = await self._service.tenant(_carrier(context))
                 replicas = self._service.replicas.ready()
                 if not method.endswith("ServerMetadata"):
-                    model = self._service.models.find(_name(request), tenant)
-                    if model.pool:
-                        replicas = [
-                            replica for replica in replicas if replica.pool in self._service.models.pools[model.pool]
-                        ]
-                    version = protobuf.text(2, _field(request, 2))
-                    request = protobuf.text(1, self._service.settings.triton_model) + version
+                    packed = _is_packed(_name(request))
+                    replicas = self._replicas(self._service.models.find(_name(request), tenant), packed)
+                    served = packed_delta.MODEL if packed else self._service.settings.triton_model
+                    request = protobuf.text(1, served) + protobuf.text(2, _field(request, 2))
                 error: TridentError = Unavailable("no replica is ready", 1.0)
                 for replica in replicas:
                     try:
@@ -145,8 +151,14 @@ class KServeEndpoint(GrpcEndpoint):
         carrier = _carrier(context)
         tasks: set[asyncio.Task] = set()
         rejected: list[TridentError] = []
-        slots = asyncio.Semaphore(MAX_REQUESTS_PER_STREAM)
         handler = asyncio.current_task()
+        last_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        last_read = False
+
+        def ended(task: asyncio.Task) -> None:
+            tasks.discard(task)
+            if last_read and not tasks and not last_ended.done():
+                last_ended.set_result(None)
 
         async def serve(request: service_pb2.ModelInferRequest, size: int) -> None:
             code = "CANCELLED"
@@ -162,7 +174,6 @@ class KServeEndpoint(GrpcEndpoint):
                 elif not context.done():
                     await writer.write(_in_band(error, request.id))
             finally:
-                slots.release()
                 self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
 
         self._service.watchdog.add(writer)
@@ -173,12 +184,14 @@ class KServeEndpoint(GrpcEndpoint):
                 except DecodeError:
                     rejected.append(InvalidArgument("", "the message is not a ModelInferRequest"))
                     break
-                await slots.acquire()
+                if len(tasks) >= MAX_REQUESTS_PER_STREAM:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 task = asyncio.ensure_future(serve(request, len(data)))
                 tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            while tasks:
-                await asyncio.wait(tasks)
+                task.add_done_callback(ended)
+            last_read = True
+            if tasks:
+                await last_ended  # one future; asyncio.wait makes several objects a request
         except asyncio.CancelledError:
             if writer.stalled:
                 rejected.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
@@ -188,7 +201,8 @@ class KServeEndpoint(GrpcEndpoint):
             self._service.watchdog.discard(writer)
             for task in tuple(tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:
+                await asyncio.gather(*tasks, return_exceptions=True)
         if rejected:
             await context.abort(*error_responses.grpc_status(rejected[0]))
 
@@ -220,13 +234,19 @@ class KServeEndpoint(GrpcEndpoint):
         writer: _Writer,
     ) -> TridentError | None:
         service = self._service
+        packed = _is_packed(request.model_name)
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
         request_context = _request_context(tenant, request, carrier)
         with service.hooks.call(request_context) as hooks:
             if hooks is not None:
                 (changed,) = await hooks.changed((generation_request,), request.model_name, "", _CHANGEABLE)
                 generation_request = _changed(request, generation_request, changed)
-            error = await self._generated(request, generation_request, request_context, hooks, context, writer)
+            if packed:
+                others = [output.name for output in request.outputs if output.name != packed_delta.OUTPUT]
+                if others:
+                    raise InvalidArgument("outputs", f"must be {packed_delta.OUTPUT} alone, got {others[0]!r:.100}")
+                del request.outputs[:]  # a replica without that one has others
+            error = await self._generated(request, generation_request, request_context, hooks, packed, context, writer)
             if hooks is not None:
                 hooks.error = error
             return error
@@ -237,6 +257,7 @@ class KServeEndpoint(GrpcEndpoint):
         generation_request: GenerationRequest,
         request_context: RequestContext,
         hooks: RequestHooks | None,
+        packed: bool,
         context: grpc.aio.ServicerContext,
         writer: _Writer,
     ) -> TridentError | None:
@@ -261,8 +282,8 @@ class KServeEndpoint(GrpcEndpoint):
                 hidden |= SHOW_TEXT
             request.model_name = service.settings.triton_model
             set_adapter(request, request_context.model.adapter)
-            generation.relay(request.SerializeToString(), partial(continued, request))
-            error = await self._relay(generation, hidden, writer, request_context, hooks)
+            generation.relay(request.SerializeToString(), partial(continued, request), packed)
+            error = await self._relay(generation, hidden, packed, writer, request_context, hooks)
             writer.set_trailers(choices.headers)
             return error
         except asyncio.CancelledError as exc:
@@ -284,33 +305,46 @@ class KServeEndpoint(GrpcEndpoint):
     async def _relay(
         self,
         generation: Generation,
-        hidden: Collection[str],
+        hidden: frozenset[str],
+        packed: bool,
         writer: _Writer,
         request_context: RequestContext,
         hooks: RequestHooks | None,
     ) -> TridentError | None:
         """Relay the messages of one request as they come, without the outputs that are hidden from the caller. Return
-        the error that a relayed message carried."""
+        the error that a relayed message carried.
+
+        packed: for the packed ensemble. What a message must not show or say otherwise is packed again, and so is all of
+        a replica without that ensemble.
+        """
         relayed: TridentError | None = None
         try:
             async for delta in generation:
                 data = generation.message
+                changes: dict[str, Any] = {}  # not dict[str, Any](), which takes 0.7 µs
                 if delta.usage is not None and not self._service.reports_cached_tokens:
+                    changes["usage"] = replace(delta.usage, cached_tokens=0)
                     data = with_output(data, "num_cached_tokens", lambda raw: bytes(len(raw)))
                 deferred = generation.deferred_error
                 if deferred is not None:  # it came behind text in this message
-                    data = with_error(data, for_caller(from_backend(deferred), request_context.request_id))
+                    shown = for_caller(from_backend(deferred), request_context.request_id)
+                    changes |= {"finish_reason": FinishReason.ERROR, "error": to_text(shown)}
+                    data = with_error(data, shown)
                     relayed = None if hidden else deferred
                 if hooks is not None and delta is not NO_OUTPUTS:
-                    text = _raw("BYTES", (await hooks.output(ChoiceDelta(0, delta))).delta.text.encode())
+                    changes["text"] = (await hooks.output(ChoiceDelta(0, delta))).delta.text
+                    text = _raw("BYTES", changes["text"].encode())
                     data = with_output(data, "text_output", lambda raw, text=text: text)  # type: ignore[misc]
                 if hidden and delta is not NO_OUTPUTS:
+                    changes |= {"token_ids": (), "top_log_probs": ()} if hidden >= SHOW_TEXT else {}
                     data = without_outputs(data, hidden)
+                if packed and delta is not NO_OUTPUTS and (changes or not generation.sent_packed):
+                    data = with_packed(data, replace(delta, **changes))
                 await writer.write(data)
         except TridentError as error:
             if error is relayed:
                 return error
-            carrier = b"" if hidden else generation.message
+            carrier = b"" if hidden or packed else generation.message
             if not carrier or _wants_status(error, request_context.carrier):
                 raise
             shown = for_caller(error, request_context.request_id)
@@ -371,24 +405,26 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     for output in request.outputs:
         if output.parameters:
             raise InvalidArgument(output.name, f"must have no parameters, got {min(output.parameters)!r:.100}")
+    names = []
     for tensor in request.inputs:
+        names.append(tensor.name)
         if "shared_memory_region" in tensor.parameters:
             raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
-    prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
+    prompt, messages = _texts(request, "text_input", names), _texts(request, "messages", names)
     turns = chat(messages) if messages is not None and prompt is None else None
-    max_tokens, guide = _integer(request, "max_tokens"), _texts(request, "guided_decoding_guide_type")
+    max_tokens, guide = _integer(request, "max_tokens", names), _texts(request, "guided_decoding_guide_type", names)
     return GenerationRequest(
         text_input=prompt if turns is None else None,
         messages=turns,
-        tools=_texts(request, "tools") if turns is not None else None,
-        input_ids=_integers(request, "input_ids") if turns is None and prompt is None else None,
-        truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens"),
-        continue_ids=_integers(request, "continue_ids") or (),
-        echo=echoes(request),
+        tools=_texts(request, "tools", names) if turns is not None else None,
+        input_ids=_integers(request, "input_ids", names) if turns is None and prompt is None else None,
+        truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens", names),
+        continue_ids=_integers(request, "continue_ids", names) or (),
+        echo=echoes(request, names),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),
-        guide=Guide(guide, _texts(request, "guided_decoding_guide") or "") if guide else None,
+        guide=Guide(guide, _texts(request, "guided_decoding_guide", names) or "") if guide else None,
     )
 
 
@@ -440,9 +476,9 @@ def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> b
     return request.SerializeToString()
 
 
-def echoes(request: service_pb2.ModelInferRequest) -> bool:
-    """Return whether the response begins with the prompt."""
-    found = _find(request, "exclude_input_in_output")
+def echoes(request: service_pb2.ModelInferRequest, names: Sequence[str]) -> bool:
+    """Return whether the response begins with the prompt. names: of the inputs."""
+    found = _find(request, "exclude_input_in_output", names)
     if found is None:
         return False
     index, raw = found
@@ -520,6 +556,16 @@ def without_outputs(data: bytes, names: Collection[str]) -> bytes:
     return message.SerializeToString()
 
 
+def with_packed(data: bytes, delta: TokenDelta) -> bytes:
+    """Return a serialised response with ``delta``, packed, as its only output."""
+    message, raw = service_pb2.ModelStreamInferResponse.FromString(data), packed_delta.pack(delta)
+    response = message.infer_response
+    del response.outputs[:], response.raw_output_contents[:]
+    response.outputs.add(name=packed_delta.OUTPUT, datatype="UINT8", shape=[1, len(raw)])
+    response.raw_output_contents.append(raw)
+    return message.SerializeToString()
+
+
 def with_error(data: bytes, error: TridentError) -> bytes:
     """Return a serialised response with ``error`` in ``error_message`` or in the output of that name."""
     message, text = service_pb2.ModelStreamInferResponse.FromString(data), to_text(error)
@@ -538,20 +584,25 @@ def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> byt
     return message.SerializeToString()
 
 
-def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
-    """Return an input's index and its raw content (None where contents are inline); None if it was not sent."""
-    for index, tensor in enumerate(request.inputs):
-        if tensor.name == name:
-            if not request.raw_input_contents:
-                return index, None
-            if index >= len(request.raw_input_contents):
-                raise InvalidArgument(name, "must have an entry in raw_input_contents, got none")
-            return index, request.raw_input_contents[index]
-    return None
+def _find(
+    request: service_pb2.ModelInferRequest, name: str, names: Sequence[str] | None = None
+) -> tuple[int, bytes | None] | None:
+    """Return an input's index and its raw content (None where contents are inline); None if it was not sent.
+
+    names: of the inputs, if they are known: reading them takes as long as all else."""
+    names = [tensor.name for tensor in request.inputs] if names is None else names
+    if name not in names:
+        return None
+    index, contents = names.index(name), request.raw_input_contents
+    if not contents:
+        return index, None
+    if index >= len(contents):
+        raise InvalidArgument(name, "must have an entry in raw_input_contents, got none")
+    return index, contents[index]
 
 
-def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
-    found = _find(request, name)
+def _texts(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str] | None = None) -> str | None:
+    found = _find(request, name, names)
     if found is None:
         return None
     index, raw = found
@@ -568,15 +619,15 @@ def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
         raise InvalidArgument(name, f"must be UTF-8, got an invalid byte at {exc.start}") from exc
 
 
-def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
-    values = _integers(request, name)
+def _integer(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str]) -> int | None:
+    values = _integers(request, name, names)
     if values is not None and len(values) != 1:
         raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
     return values[0] if values else None
 
 
-def _integers(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, ...] | None:
-    found = _find(request, name)
+def _integers(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str]) -> tuple[int, ...] | None:
+    found = _find(request, name, names)
     if found is None:
         return None
     index, raw = found
@@ -633,6 +684,11 @@ def _flag(value: bool) -> bytes:
 
 def _name(request: bytes) -> str:
     return _field(request, 1)
+
+
+def _is_packed(name: str) -> bool:
+    """Return whether a model's name, perhaps with an adapter, is that of the packed ensemble."""
+    return name.partition(":")[0] == packed_delta.MODEL
 
 
 def _field(request: bytes, number: int) -> str:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
-from contract.generation import GenerationRequest
+from contract.generation import GenerationRequest, changed
 from gateway.admission.body_budget import Lease
 from gateway.api import error_responses, prompting, request_body, schemas
 from gateway.api.caller_errors import for_caller
@@ -124,7 +124,7 @@ class OpenAIEndpoint:
         context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
         service = self._service
         with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
-            context = replace(context, trace=trace)
+            context = changed(context, trace=trace)
             requests, context, rules = await _routed(service, body, context, timeout_s, hooks)
             async with _admitted(body, requests, context, self._reuse.open) as stream:
                 vocabulary = _vocabulary(self._service, context, self._vocabulary)
@@ -234,7 +234,7 @@ async def _routed(
 ) -> tuple[list[GenerationRequest], RequestContext, CutterRules | None]:
     """Return the choices of a body, the context with their model, whose name the response carries, and what is cut."""
     user = getattr(body, "safety_identifier", None) or body.user or ""
-    context = replace(context, user=user[:MAX_REQUEST_ID])
+    context = changed(context, user=user[:MAX_REQUEST_ID])
     used = None
     if isinstance(body, ChatRequest) and body.prompt is not None:
         used = prompting.prepared(service.prompts, body.prompt, context)

@@ -137,8 +137,11 @@ class ResponseStream:
             late = (b": %s: %s\n\n" % header for header in headers() if header not in sent)
             await self.end(b"".join(late) + encoder.end())
         finally:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+            if not first.done():
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            elif not first.cancelled():
+                first.exception()  # else asyncio logs that it was never retrieved
             await items.aclose()
 
     async def end(self, data: bytes) -> None:

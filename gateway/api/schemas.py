@@ -443,8 +443,9 @@ def validated(kind: type[Any], data: bytes) -> Any:
 
 def checked(kind: type[Any], fields: dict[str, Any]) -> Any:
     """Return ``fields`` as a body of ``kind``. Raises: InvalidArgument that names the first wrong field."""
+    known = kind.model_fields
     for name in fields:
-        if name not in kind.model_fields:
+        if name not in known:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
         return kind.model_validate(fields)

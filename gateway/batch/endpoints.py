@@ -115,15 +115,15 @@ class BatchEndpoints:
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
-        purpose = request.query_params.get("purpose", "")
-        if purpose not in ("", PURPOSE, OUTPUT_PURPOSE):
+        purpose = request.query_params.get("purpose")
+        if purpose not in (None, PURPOSE, OUTPUT_PURPOSE):
             raise InvalidArgument("purpose", f"must be {PURPOSE} or {OUTPUT_PURPOSE}, got {purpose!r:.50}")
         found, more = await asyncio.to_thread(
             self._store.files,
             tenant.name,
             _limit(request, MAX_FILES_LISTED, MAX_FILES_LISTED),
             request.query_params.get("after", ""),
-            purpose=purpose,
+            purpose=purpose or "",
             oldest_first=order == "asc",
         )
         return _list([_file(file) for file in found], more)

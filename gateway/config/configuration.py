@@ -24,6 +24,7 @@ else:
     import tomli as tomllib
 
 POLL_S = 0.5  # a release that is rolled back has no new requests within a second
+_ANYBODY = Tenant()
 _LOG = logging.getLogger(__name__)
 
 
@@ -145,7 +146,7 @@ class Configuration:
 
     def tenant(self, api_key: str) -> Tenant:
         """Return the tenant of the key, "" if none was sent. Raises Unauthenticated."""
-        return Tenant() if self.keyless else self._reading.keys.tenant(api_key)
+        return _ANYBODY if self.keyless else self._reading.keys.tenant(api_key)
 
     def member(self, org: str, team: str, key: str) -> Tenant | None:
         """Return the tenant of a caller whose key is not in the file; None for an unknown team."""
@@ -161,7 +162,7 @@ class Configuration:
 
     def named(self, tenant: str, key: str) -> Tenant | None:
         """See tenants.Keys."""
-        found = Tenant() if self.keyless and not key else self._reading.keys.named(key)
+        found = _ANYBODY if self.keyless and not key else self._reading.keys.named(key)
         return found if found is not None and found.name == tenant else None
 
     async def watch(self) -> None:

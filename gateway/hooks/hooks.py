@@ -58,6 +58,11 @@ class Hooks:
         """Call the prepared hooks for later requests."""
         self._hooks = self._prepared
 
+    @property
+    def authenticate(self) -> bool:
+        """Whether one of them says who sends a request."""
+        return any(hook.has("authenticate") for hook in self._hooks)
+
     async def authenticated(self, headers: Mapping[str, str]) -> Tenant | None:
         """Return the tenant that a hook finds for a request; None if none does.
 

@@ -114,9 +114,10 @@ class Runner:
 
 def _work(queue: SimpleQueue[_Job | None], workers: set[threading.Thread]) -> None:
     """Run plain functions until the thread is replaced or the runner is gone."""
-    while threading.current_thread() in workers and (job := queue.get()) is not None:
-        with contextlib.suppress(StopIteration):
-            job.run().send(None)  # a plain function waits for nothing
+    with contextlib.suppress(SystemExit):  # of Runner._check, where the call returned meanwhile
+        while threading.current_thread() in workers and (job := queue.get()) is not None:
+            with contextlib.suppress(StopIteration):
+                job.run().send(None)  # a plain function waits for nothing
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

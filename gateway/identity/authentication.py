@@ -62,7 +62,10 @@ class Authentication:
 
         Raises: Unauthenticated, PermissionDenied for who has a role and no team, Unavailable.
         """
-        found = await self._caller(bearer_token(headers.get("authorization", "")), headers)
+        bearer = bearer_token(headers.get("authorization", ""))
+        if self.hook is None and self.stored is None and not self._tokens.takes(bearer):
+            return self._keys.tenant(bearer)
+        found = await self._caller(bearer, headers)
         if found.tenant is None:
             raise PermissionDenied("this token belongs to no team that may use this gateway")
         return found.tenant

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from contract import failpoint, packed_delta, prometheus, step_model
 from contract.errors import InvalidArgument
@@ -71,9 +70,8 @@ def _step(metrics: prometheus.Metrics, engine: str) -> StepModel | None:
     terms = metrics.by_label(step_model.METRIC, "term")
     if not terms:
         return None
-    known: dict[str, Any] = {name: terms.get(name, 0.0) for name in step_model.TERMS}
     try:
-        return StepModel(manifest_sha256=engine, machine="", source=step_model.MEASURED, made="", **known)
+        return StepModel.of_exported(engine, terms)
     except InvalidArgument as exc:
         raise ValueError(f"{step_model.METRIC}: {exc}") from exc
 

@@ -27,15 +27,15 @@ from clients.replica_set.health import HealthPolicy
 from clients.replica_set.picks import RoutingRequest
 from clients.replica_set.replica import Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
-from clients.wire import encoder_call, infer_request
+from clients.wire import encoder_call, infer_request, protobuf
 from clients.wire.connection import DEFAULT_MODEL, TLS, Connection
 from clients.wire.encoder_call import Rows
 from clients.wire.failures import RetryHint
 from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.wire.token_stream import SingleRoute, TokenStream
 from contract import encoder, packed_delta
-from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
-from contract.generation import GenerationRequest, SamplingParams, Usage
+from contract.errors import DeadlineExceeded, EngineFailed, NotFound, TridentError, Unavailable
+from contract.generation import GenerationRequest, SamplingParams, Usage, changed
 from contract.priority import HIGHEST, PARAMETER
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 from gateway.config import release
@@ -212,10 +212,7 @@ class Replicas:
             replica.on_call, replica.on_open = self.on_call, self.on_open
             return replica
 
-        checks = (
-            Check(self._probe, self._health.interval_s),
-            Check(self._read_metrics, settings.metrics_interval_s),
-        )
+        checks = (Check(self._probe, self._health.interval_s), Check(self._read_metrics, settings.metrics_interval_s))
         return ReplicaSet(discovery, make, checks, rng=self._rng, name=pool)
 
     def _metrics_url(self, url: str) -> str:
@@ -283,8 +280,7 @@ class Replicas:
 
     def ready(self) -> list[RoutedReplica]:
         """Return the replicas that may get requests now."""
-        now_s = time.monotonic()
-        return [replica for replica in self.all() if replica.ready(now_s)]
+        return [fit for pool in self._sets for fit in self.ready_in(pool)]
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -304,6 +300,10 @@ class Replicas:
         """Return the replicas of one pool that may get requests now."""
         now_s = time.monotonic()
         return [replica for replica in self._replicas_of(pool).values() if replica.ready(now_s)]
+
+    async def joined(self, pool: str, timeout_s: float) -> bool:
+        """Wait until a replica of a pool has been checked for the first time; return False if none is being checked."""
+        return await self._sets[pool].joined(timeout_s)
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         """The pool of a request; see ``routing.choose_pool``. One that is pinned but not configured any more is told by
@@ -576,6 +576,7 @@ def _drawn(weights: Mapping[str, float]) -> dict[str, float]:
 class Route:
     """The route of one request: any replica of its pool, but none twice while a healthy one is untried.
 
+    packs: it may go to the packed ensemble. sent_packed: the latest attempt did.
     replica, pool: of the latest attempt. picked: called when they are known. priority: in the engine's queue, None for
     the engine's default. move: waits for a slot in another pool and names it; None if the request must stay in its own.
     group: of the pools that it may move to; "" for the public ones.
@@ -592,6 +593,7 @@ class Route:
         blocks: tuple[bytes, ...],
     ) -> None:
         self._replicas, self._request, self._pinned = replicas, request, pinned
+        self.packs, self.sent_packed = not payload, False
         self._traceparent, self._payload = traceparent, payload
         self._blocks, self._cached = blocks, 0.0
         self._latest: RoutedReplica | None = None
@@ -613,13 +615,16 @@ class Route:
         self.explanation = Explanation() if self.explain else None
         replicas = self._replicas
         replica = replicas.choose(self._request, self._pinned, self.explanation, self._blocks)
-        self._request = dataclasses.replace(self._request, tried=self._request.tried | {replica.url})
+        self._request = changed(self._request, tried=self._request.tried | {replica.url})
         self.sent_to(replica)
         self.picked()
         model = replicas.model
-        if model == DEFAULT_MODEL and request.stream and replica.metrics.packed:
+        self.sent_packed = self.packs and model == DEFAULT_MODEL and request.stream and replica.metrics.packed
+        if self.sent_packed:
             model = packed_delta.MODEL
         payload = self._payload or infer_request.generation(request, model, remaining_s, timings=True)
+        if self._payload and self.sent_packed:
+            payload += protobuf.text(1, model)  # the name that stands last counts
         metadata = replica.metadata(request.request_id, self._traceparent)
         data = replica.prioritised(payload, self.priority)
         return ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)
@@ -649,6 +654,13 @@ class Route:
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._request.tried) or self._must_move()
+
+    def refused(self, error: TridentError) -> bool:
+        """Return whether the latest replica only lacks the packed ensemble, which it had when its metrics were read."""
+        lacking = self.sent_packed and isinstance(error, NotFound)
+        if self._latest is not None and lacking:
+            self._latest.metrics = dataclasses.replace(self._latest.metrics, packed=False)
+        return lacking
 
     def _must_move(self) -> bool:
         """Return whether its pool has no replica left for the request and another pool may serve it."""

@@ -16,6 +16,7 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
 
     began_s: arrival, ``time.monotonic()``. more: further fields.
     """
+    level = _level(error)
     fields = {
         "request_id": context.request_id,
         "tenant": context.tenant.name,
@@ -30,9 +31,17 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
         **context.notes,
         **more,
     }
-    level = logging.ERROR if error and error.http_status == 500 else logging.INFO
     message = f"generation failed: {error}" if level == logging.ERROR else "generation"
     _LOG.log(level, message.replace("%", "%%"), extra={"fields": fields})
+
+
+def writes(error: TridentError | None) -> bool:
+    """Return whether ``write`` writes a line for a request that ended so, by the level of the log."""
+    return _LOG.isEnabledFor(_level(error))
+
+
+def _level(error: TridentError | None) -> int:
+    return logging.ERROR if error and error.http_status == 500 else logging.INFO
 
 
 def cost_fields(context: RequestContext, micros: int) -> dict[str, float]:

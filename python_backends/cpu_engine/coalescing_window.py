@@ -8,39 +8,54 @@ load the tokens of all streams are sent after the same step. A stream's first to
 
 from __future__ import annotations
 
-# A response costs ~0.4 ms of CPU from here to the client, so this limits responses to a third of a core, or to two
-# thirds where a third would delay tokens by more than COMFORT_NS.
-PER_STREAM_NS = 1_100_000
-COMFORT_NS = 18_000_000
-# Minimum: 250 tokens a second to each client, a quarter of a 60 Hz frame. A response for each of more frequent steps
-# would take half of a small machine from the engine.
-MIN_NS = 4_000_000
+from collections import deque
+
+from python_backends.cpu_engine.serving_cost import ServingCost
+
+# Of the CPU that is there, what responses are to take; where tokens would wait too long for it, they take more.
+SHARE = 0.15
+# Longest wait, and up to how many streams. The ticker, and the burst itself, take some milliseconds more.
+FEW, WAIT_OF_FEW_NS, WAIT_OF_MANY_NS = 32, 18_000_000, 44_000_000
+# The next step may be as short as the shortest of so many: one beside which a burst is sent takes longer. Where it is
+# not, the tokens leave when the window is over, with no more responses than if they had not waited.
+_STEPS = 4
+# Where none of these fits, one in so many windows is kept open all the same to learn how long a step is without a
+# burst beside it, unless even the shortest is longer than so many windows.
+_TRY_EVERY, _TRY_WITHIN = 16, 1.5
 
 
 class CoalescingWindow:
     """Closes with the last step that keeps the oldest token's wait within the window. Not thread-safe."""
 
-    def __init__(self, max_ns: int) -> None:
+    def __init__(self, max_ns: int, cost: ServingCost) -> None:
         """max_ns: upper bound of the window, which grows with the streams; 0 sends every token with its step."""
         self._max_ns = max_ns
+        self._cost = cost
         self._opened_ns: int | None = None  # when the oldest waiting token came
         self._last_step_ns = 0
-        self._steps_ns = (0, 0)  # the last two steps: one beside which a burst is sent takes longer
+        self._steps_ns = deque[int](maxlen=_STEPS)
+        self._alone = 0  # steps whose tokens were sent alone, one after the other
 
     def width_ns(self, live_streams: int) -> int:
-        return min(
-            self._max_ns,
-            max(MIN_NS, min(COMFORT_NS, live_streams * PER_STREAM_NS), live_streams * PER_STREAM_NS // 2),
-        )
+        wait_ns = WAIT_OF_FEW_NS if live_streams <= FEW else WAIT_OF_MANY_NS
+        burst_s = live_streams * self._cost.response_s
+        return min(self._max_ns, wait_ns, int(1e9 * burst_s / (SHARE * self._cost.cores)))
 
     def add_step(self, now_ns: int, live_streams: int) -> bool:
         """Record a step's tokens; return whether all waiting tokens are sent now."""
-        self._steps_ns = (self._steps_ns[1], now_ns - self._last_step_ns)
+        self._steps_ns.append(now_ns - self._last_step_ns)
         self._last_step_ns = now_ns
         if self._opened_ns is None:
             self._opened_ns = now_ns
         # Closes now if the oldest token could not wait for the next step.
-        return self._close_if_over(self._opened_ns, now_ns + sum(self._steps_ns) // 2, live_streams)
+        opened_ns, step_ns = self._opened_ns, min(self._steps_ns)
+        if opened_ns < now_ns:
+            self._alone = 0
+        elif now_ns + step_ns - opened_ns > (width_ns := self.width_ns(live_streams)):
+            self._alone += 1
+            if self._alone % _TRY_EVERY == 0 and step_ns <= _TRY_WITHIN * width_ns:
+                return False
+        return self._close_if_over(opened_ns, now_ns + step_ns, live_streams)
 
     def expired(self, now_ns: int, live_streams: int) -> bool:
         """Return whether the waiting tokens are sent now because the step that should send them is late."""

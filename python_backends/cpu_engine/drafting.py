@@ -3,12 +3,14 @@
 Such a pipeline computes 1 + k positions of every sequence in every step, padding included where it found fewer drafts,
 and k is at least 1. A few sequences leave the cores waiting for memory, and positions cost little; a full batch takes
 up to twice as long. So an engine that drafts has two pipelines: this one runs while few sequences do and drafts are
-accepted, the plain one at all other times. Sequences go over to the plain one with what they have generated.
+accepted, the plain one at all other times. Sequences go over to the plain one, and back when few are left, with what
+they have generated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +21,14 @@ from python_backends.limits import EngineLimits
 
 BUSY = 4  # running sequences from which on none is drafted for
 SHORT = 3  # tokens drafted beside a few others
+QUIET = 2  # running sequences up to which those that decode plainly are drafted for again
+WORTH_MOVING = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
 # Accepted tokens per step, less the draft model's share of the time, below which drafts are not worth verifying.
 WORTH = 0.2
 RETRY = 16  # requests after which drafts are tried again
-_WEIGHT = 0.02  # of a step in the moving average
+# Weights of a step in the moving average. Answers begin to repeat themselves late: where bursts end drafting after a
+# few tokens, time and again, these must not tell what later ones would gain.
+_EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.005, 0.02
 
 
 class DraftLength:
@@ -43,19 +49,31 @@ class DraftLength:
         if running >= BUSY:
             return 0
         self._since += 1
-        if self._gain < WORTH and self._since < RETRY:
+        if not self.gains and self._since < RETRY:
             return 0
         self._since = 0
+        return self.beside(running)
+
+    @property
+    def gains(self) -> bool:
+        return self._gain >= WORTH
+
+    def beside(self, running: int) -> int:
+        """Return the draft tokens per step of a request beside so many others."""
         return self._most if running == 0 else min(SHORT, self._most)
 
-    def observe(self, length: int, accepted: int) -> None:
-        """Take in a step that accepted so many tokens of a sequence with drafts of ``length``."""
-        self._gain += (accepted - length * self._cost - self._gain) * _WEIGHT
+    def observe(self, length: int, accepted: int, position: int) -> None:
+        """Take in a step that accepted so many tokens of a sequence with drafts of ``length``.
+
+        position: tokens that the sequence had made before.
+        """
+        weight = _EARLY_WEIGHT if position < _EARLY else _WEIGHT
+        self._gain += (accepted - length * self._cost - self._gain) * weight
 
 
 @dataclass
 class _Sequence:
-    """A sequence in the pipeline. length: draft tokens of a step."""
+    """A sequence. length: draft tokens of a step; 0 in the plain pipeline. token_ids: that it made in its pipeline."""
 
     command: AddSequence
     length: int
@@ -64,12 +82,13 @@ class _Sequence:
 
 
 class Drafting:
-    """The pipeline that drafts, its sequences, and what they gain.
+    """The pipeline that drafts, its sequences, and what they gain. It follows those of the plain one, too.
 
-    pipeline: None for an engine that never drafts; it then has no sequences.
+    pipeline: None for an engine that never drafts, and until it is loaded; it then has no sequences.
     limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
     cost: see DraftLength.
+    load: sets the pipeline; None for an engine that never drafts, and once it was called.
     """
 
     def __init__(
@@ -80,17 +99,32 @@ class Drafting:
         cost: float = 0.0,
     ) -> None:
         self.pipeline = pipeline
+        self.load: Callable[[], None] | None = None
         self._limits = limits
         self._ngram_size = ngram_size
         self._length = DraftLength(limits.max_draft_len, cost)
         self._sequences: dict[int, _Sequence] = {}
+        self._plain: dict[int, _Sequence] = {}
         self._steps = self._accepted = 0
+        self._waits = False  # for its pipeline
+
+    def load_with(self, load: Callable[[], genai.ContinuousBatchingPipeline]) -> None:
+        """Draft from when ``self.load``, which may run in a thread of its own, has loaded the pipeline."""
+
+        def set_pipeline() -> None:
+            self.pipeline = load()
+            self._waits = False
+
+        self._waits, self.load = True, set_pipeline
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __contains__(self, id: int) -> bool:
         return id in self._sequences
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sequences)
 
     def admit(self, command: AddSequence, config: genai.GenerationConfig, running: int) -> bool:
         """Take a sequence and complete its configuration, or return False if the plain pipeline is to take it.
@@ -100,16 +134,47 @@ class Drafting:
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
-        if running > len(self) or running >= BUSY or blocks > free:
+        if self._waits or running > len(self) or running >= BUSY or blocks > free:
             return False
-        length = min(SHORT, self._limits.max_draft_len)  # of one as short as a probe, which shows no gain
+        length = self._length.beside(running=1)  # of one as short as a probe, which shows no gain
         if command.max_tokens > SHORT:
             length = self._length.choose(running)
         if length:
-            config.num_assistant_tokens = length
-            config.max_ngram_size = self._ngram_size
-            self._sequences[command.id] = _Sequence(command, length, blocks)
+            self._take(command, config, length, blocks)
         return length > 0
+
+    def _take(self, command: AddSequence, config: genai.GenerationConfig, length: int, blocks: int) -> None:
+        config.num_assistant_tokens = length
+        config.max_ngram_size = self._ngram_size
+        self._sequences[command.id] = _Sequence(command, length, blocks)
+
+    def follow(self, command: AddSequence) -> None:
+        """Follow a sequence that the plain pipeline has taken."""
+        if self.pipeline is not None or self._waits:
+            self._plain[command.id] = _Sequence(command, 0, 0)
+
+    def back(self) -> list[AddSequence]:
+        """Return the commands that continue all sequences of the plain pipeline here; none if any has to stay there.
+
+        Call ``take_back`` for each.
+        """
+        if self._waits or not 1 <= len(self._plain) <= QUIET or self._sequences or not self._length.gains:
+            return []
+        moved = list(self._plain.values())
+        for sequence in moved:
+            made = len(sequence.token_ids)
+            started = made >= 2  # its prompt is read, also where it ends with a block (PartialBlocks.starts)
+            if not started or sequence.command.max_tokens - made < WORTH_MOVING or not _movable(sequence.command):
+                return []
+        commands = [_continued(sequence) for sequence in moved]
+        blocks = sum(self._limits.draft_blocks(one.input_ids.size + one.max_tokens) for one in commands)
+        return commands if blocks <= self._limits.draft_pool_blocks else []
+
+    def take_back(self, command: AddSequence, config: genai.GenerationConfig) -> None:
+        """Take a sequence of ``back`` and complete its configuration."""
+        del self._plain[command.id]
+        blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
+        self._take(command, config, self._length.beside(len(self._sequences)), blocks)
 
     def leave(self) -> list[AddSequence]:
         """Forget every sequence that can go on in the plain pipeline; return the commands that continue them.
@@ -120,20 +185,22 @@ class Drafting:
         movable = [id for id, sequence in self._sequences.items() if _movable(sequence.command)]
         return [_continued(self._sequences.pop(id)) for id in movable]
 
-    def observe(self, id: int, token_ids: list[int], first: bool) -> None:
-        """Take in what a step gave to any sequence. first: its first tokens, for which nothing was drafted."""
-        sequence = self._sequences.get(id)
+    def observe(self, id: int, token_ids: list[int]) -> None:
+        """Take in what a step gave to any sequence. For its first tokens in a pipeline nothing was drafted."""
+        sequence = self._sequences.get(id) or self._plain.get(id)
         if sequence is None or not token_ids:
             return
+        position = len(sequence.token_ids)
         sequence.token_ids += token_ids
-        if not first:
+        if sequence.length and position:
             self._steps += 1
             self._accepted += len(token_ids) - 1
-            self._length.observe(sequence.length, len(token_ids) - 1)
+            self._length.observe(sequence.length, len(token_ids) - 1, position)
 
     def end(self, id: int) -> None:
         """Forget a sequence."""
         self._sequences.pop(id, None)
+        self._plain.pop(id, None)
 
     def take_counts(self) -> tuple[int, int]:
         """Return the steps of sequences and the accepted draft tokens since the last time."""

@@ -1,16 +1,15 @@
 """The engine: schedules requests, sends them to the worker, and turns its step reports into responses.
 
 Threads that call it: Triton's (submit, stop_request), the worker link's (on_ready, on_report, on_death), the control
-socket's (on_control), the senders' and the ticker's. One lock guards the tables; a stream's own lock guards its pending
-tokens. Order of locks: the engine's, then a stream's.
+socket's (on_control), the senders' and the ticker's. One lock guards the tables and the streams: the senders', which
+hand over what became due under it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
@@ -21,6 +20,7 @@ from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
+from python_backends.cpu_engine.serving_cost import ServerCpu, ServingCost
 from python_backends.cpu_engine.stream import Sink, Stream
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
@@ -70,10 +70,10 @@ class Engine:
         self._clock_ns = clock_ns
         self._epoch = clock_ns()
         self._next_key = 0
-        self._lock = threading.RLock()
         self._streams = StreamTable()
         self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
-        self._window = CoalescingWindow(max_coalesce_ns)
+        cost = ServingCost(ServerCpu().read)
+        self._window = CoalescingWindow(max_coalesce_ns, cost)
         self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
         self._starts = WorkerStarts()
         self._last_step = StepReport(0, 0)
@@ -81,10 +81,10 @@ class Engine:
         self._closing = False  # accepts no more requests
         self._senders = ResponseSenders(sender_threads, self._on_sent, self._on_lost, clock_ns)
         self._ticker = Ticker(
-            self._lock,
             self._streams,
             self._scheduler,
             self._window,
+            cost,
             self._senders,
             metrics,
             HttpDisconnects(half_closed),
@@ -92,9 +92,13 @@ class Engine:
             load=self._load,
             clock_ns=clock_ns,
         )
-        with self._lock:
+        with self._senders:
             self._link = open_link(self)
         self._ticker.start()
+
+    def __len__(self) -> int:
+        """The streams that have not ended."""
+        return len(self._streams)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -107,7 +111,7 @@ class Engine:
             DeadlineExceeded: the deadline has passed.
         """
         now_ns = self._clock_ns()
-        with self._lock:
+        with self._senders:
             if self._closing:
                 raise Unavailable("the server is shutting down")
             if self._starts.given_up:
@@ -122,7 +126,7 @@ class Engine:
             self._streams.add(stream)
             self._metrics.accepted(stream)
             self._start_scheduled(now_ns)
-            self._ticker.wake()
+            self._ticker.watch(request.deadline_ns)
         return key
 
     def refused(self, error: TridentError) -> None:
@@ -132,7 +136,7 @@ class Engine:
 
     def stop_request(self, request_id: str) -> int:
         """End every live stream of that request id, as TensorRT-LLM's stop does; return how many there were."""
-        with self._lock:
+        with self._senders:
             keys = self._streams.keys_of(request_id)
             return sum(self._end(key, StreamEvent.CANCELLED, cancelled_by="stop_request") for key in keys)
 
@@ -141,7 +145,7 @@ class Engine:
         if message.verb is Verb.ABORT:
             self.abort(message.reason)
         elif message.epoch == self._epoch:
-            with self._lock:
+            with self._senders:
                 if message.verb is Verb.CANCEL:
                     self._end(message.key, StreamEvent.CANCELLED, cancelled_by="client")
                 elif message.verb is Verb.STOP:
@@ -149,7 +153,7 @@ class Engine:
 
     def abort(self, reason: str) -> None:
         """End every stream with the error Unavailable and accept no more requests."""
-        with self._lock:
+        with self._senders:
             self._closing = True
             for key in list(self._streams):
                 self._end(key, StreamEvent.ERROR, error=Unavailable(reason), cancelled_by="shutdown")
@@ -169,13 +173,13 @@ class Engine:
 
     def on_ready(self) -> None:
         """Start the requests that wait for the worker."""
-        with self._lock:
+        with self._senders:
             self._starts.succeeded()
             self._start_scheduled(self._clock_ns())
 
     def on_report(self, report: StepReport) -> None:
         """Add a step's tokens to their streams, send those that are due, and start requests in freed slots."""
-        with self._lock:
+        with self._senders:
             now_ns = self._clock_ns()
             if report.end_ns:
                 self._last_step = report
@@ -194,8 +198,7 @@ class Engine:
                     # The first step after it was added; chunked prefill may include it a step later.
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
                 if output.prompt_log_probs:
-                    with stream.lock:
-                        stream.add_prompt_log_probs(output.prompt_log_probs, output.prompt_top_log_probs)
+                    stream.add_prompt_log_probs(output.prompt_log_probs, output.prompt_top_log_probs)
                 if stream.replay:
                     try:
                         output = stream.without_replayed(output)
@@ -203,8 +206,10 @@ class Engine:
                         self._end(output.id, StreamEvent.ERROR, error=exc)
                         continue
                 keep = stream.stop_sequence_end(output.token_ids)
-                top = output.top_log_probs[:keep]
-                with stream.lock:
+                if keep is None:
+                    stream.add_tokens(output.token_ids, output.log_probs, output.top_log_probs, now_ns)
+                else:
+                    top = output.top_log_probs[:keep]
                     stream.add_tokens(output.token_ids[:keep], output.log_probs[:keep], top, now_ns)
                 if keep is not None:
                     self._end(output.id, StreamEvent.STOP)
@@ -217,11 +222,10 @@ class Engine:
                     elif event is StreamEvent.STOP and output.token_ids:
                         stop_id = output.token_ids[-1]
                     self._finish(stream, event, stop_id)
-                else:
-                    self._send_if_due(stream, flush=False)
-            if self._window.add_step(now_ns, self._scheduler.running):
-                for stream in self._streams.values():
-                    self._send_if_due(stream, flush=True)
+                elif not stream.last_sent_ids_ns and stream.due(flush=False):
+                    self._senders.put(stream)
+            if report.end_ns and self._window.add_step(now_ns, self._scheduler.running):
+                self._senders.flush(self._streams.values())
             if any_ended:
                 self._start_scheduled(now_ns)
 
@@ -236,11 +240,12 @@ class Engine:
             reason = self._start_worker()
 
     def _fail_streams(self, reason: str) -> None:
-        with self._lock:
+        with self._senders:
             if self._closing:
                 return
             self._starts.ended()
             self._last_step = StepReport(0, 0)
+            self._prefixes.clear()
             for key in self._scheduler.running_keys():
                 self._scheduler.release(key)
                 if key in self._streams:
@@ -253,7 +258,7 @@ class Engine:
 
     def _start_worker(self) -> str:
         """Return why a worker could not be started; empty if it was, or if the engine is closing."""
-        with self._lock:
+        with self._senders:
             if self._closing:
                 return ""
             try:
@@ -304,16 +309,9 @@ class Engine:
     def _finish(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
         """Remove the stream and queue its last response."""
         self._streams.remove(stream)
-        with stream.lock:
-            stream.finish(event, stop_id, error)
-            if not stream.queued:
-                self._senders.put(stream)
+        stream.finish(event, stop_id, error)
+        self._senders.put(stream)
         self._metrics.finished(stream, self._clock_ns())
-
-    def _send_if_due(self, stream: Stream, flush: bool) -> None:
-        with stream.lock:
-            if stream.due(flush):
-                self._senders.put(stream)
 
     def _load(self) -> EngineLoad:
         running, waiting = Counter[str](), Counter[str]()
@@ -332,13 +330,11 @@ class Engine:
             waiting_adapters=waiting,
         )
 
-    # ---- sender threads -----------------------------------------------------------------------------------------
+    # ---- sender threads, under the lock --------------------------------------------------------------------------
 
-    def _on_sent(self, stream: Stream, increment: TokenIncrement) -> None:
-        if increment.token_ids:
-            self._metrics.sent(stream, increment)
-            self._ticker.wake()
+    def _on_sent(self, responses: Sequence[tuple[Stream, TokenIncrement]]) -> None:
+        self._metrics.sent(responses)
+        self._ticker.wake()
 
     def _on_lost(self, stream: Stream, problem: Exception) -> None:
-        with self._lock:
-            self._end(stream.key, StreamEvent.ERROR, error=EngineFailed(f"a response could not be sent: {problem!r}"))
+        self._end(stream.key, StreamEvent.ERROR, error=EngineFailed(f"a response could not be sent: {problem!r}"))

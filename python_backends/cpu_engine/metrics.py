@@ -7,7 +7,7 @@ phases of the first token, cancellations and errors by kind.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import BY_NAME
@@ -96,7 +96,7 @@ class EngineMetrics:
         self._gaps_s: list[float] = []
         self._phases = {
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
-            for phase in ("tokenize", "queue", "prefill", "first_decode")
+            for phase in ("tokenize", "queue", "prefill", "first_decode", "detokenize")
         }
         self._input_tokens = counter("trident_input_tokens_total", "Tokens of accepted prompts")
         self._output_tokens = counter("trident_output_tokens_total", "Generated tokens")
@@ -125,6 +125,10 @@ class EngineMetrics:
             for state in ("running", "waiting")
         }
 
+    def decoded(self, passed_s: float) -> None:
+        """Observe how long the text of a first token took; for streams that the engine decodes."""
+        self._phases["detokenize"](passed_s)
+
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
         self._input_tokens(stream.request.input_ids.size)
@@ -145,17 +149,19 @@ class EngineMetrics:
         """Count a request that ended early; ``reason`` is one of CANCEL_REASONS."""
         self._cancellations[reason](1)
 
-    def sent(self, stream: Stream, increment: TokenIncrement) -> None:
-        """Observe the latencies of a response with tokens."""
-        state, request = increment.state, stream.request
-        if state.first:
-            self._ttft((state.sent_ns - request.arrival_ns) / 1e9)
-            self._phases["tokenize"]((request.tokenized_ns - request.arrival_ns) / 1e9)
-            self._phases["queue"]((stream.first_scheduled_ns - request.tokenized_ns) / 1e9)
-            self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
-            self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
-        elif stream.since_last_ns and increment.token_ids:
-            self._gaps_s.append(stream.since_last_ns / 1e9 / len(increment.token_ids))
+    def sent(self, responses: Iterable[tuple[Stream, TokenIncrement]]) -> None:
+        """Observe the latencies of responses with tokens."""
+        for stream, increment in responses:
+            state = increment.state
+            if state.first:
+                request = stream.request
+                self._ttft((state.sent_ns - request.arrival_ns) / 1e9)
+                self._phases["tokenize"]((request.tokenized_ns - request.arrival_ns) / 1e9)
+                self._phases["queue"]((stream.first_scheduled_ns - request.tokenized_ns) / 1e9)
+                self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
+                self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
+            elif stream.since_last_ns and increment.token_ids:
+                self._gaps_s.append(stream.since_last_ns / 1e9 / len(increment.token_ids))
 
     def finished(self, stream: Stream, now_ns: int) -> None:
         """Observe a stream that has ended."""

@@ -19,9 +19,14 @@ from python_backends.cpu_engine import http_disconnects
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
+from python_backends.cpu_engine.packed_sink import OUTPUTS, CachedAnswer, PackedSink
 from python_backends.cpu_engine.request import EngineRequest, parse
-from python_backends.ensemble.control import ControlListener
+from python_backends.cpu_engine.stream import Sink
+from python_backends.detokenizer.decoding import Decoding
+from python_backends.detokenizer.streams import Streams
+from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
 from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.stream_state import StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
@@ -34,11 +39,16 @@ from python_backends.triton_io import (
     Request,
     ResponseSender,
     error_response,
+    infer,
     metric_family,
     parameters,
     response,
     row,
 )
+
+# A request that the tokenizer got so lately is not asked whether its client has gone: that call waits for the server,
+# and those behind it wait too. A probe finds such a client (ticker.py).
+_UNASKED_NS = 50_000_000
 
 
 class ResponseSink:
@@ -47,6 +57,7 @@ class ResponseSink:
     def __init__(self, sender: ResponseSender, requested: set[str], inputs: Inputs) -> None:
         self._sender = sender
         self._requested = requested
+        self._state_only = requested == {"stream_state"}
         self._log_probs = inputs.scalar("return_log_probs", False) or inputs.scalar("num_top_log_probs", 0) > 0
         self._perf = inputs.scalar("return_perf_metrics", False)
         self._input_count = inputs.scalar("return_num_input_tokens", False)
@@ -54,7 +65,7 @@ class ResponseSink:
 
     def send(self, increment: TokenIncrement, request: EngineRequest) -> None:
         outputs = {}
-        if self._requested != {"stream_state"}:
+        if not self._state_only:
             outputs = {name: array for name, array in self._contract(increment).items() if name in self._requested}
         if "stream_state" in self._requested:
             outputs["stream_state"] = increment.to_array()
@@ -135,11 +146,14 @@ class TritonPythonModel:
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
             half_closed=partial(http_disconnects.half_closed, settings.http_port),
         )
+        # Meanwhile the engine process loads the model.
+        self._decoding = Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json")
         if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()
             self._heartbeat.close()
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
         self._grammars = GrammarChecker.open(settings, manifest)
+        self._cached_answer = CachedAnswer(infer)
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
 
     def execute(self, requests: list[Request]) -> None:
@@ -150,7 +164,8 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._submit(request, sender)
+                inputs, outputs = Inputs(request), set(request.requested_output_names())
+                self._submit(request, sender, inputs, self._sink(sender, outputs, inputs))
             except TridentError as exc:
                 self._engine.refused(exc)
                 sender.send(error_response(exc), flags=FINAL)
@@ -159,23 +174,30 @@ class TritonPythonModel:
                 self._engine.refused(error)
                 sender.send(error_response(error), flags=FINAL)
 
-    def _submit(self, request: Request, sender: ResponseSender) -> None:
-        inputs = Inputs(request)
+    def _sink(self, sender: ResponseSender, outputs: set[str], inputs: Inputs) -> Sink:
+        if outputs == OUTPUTS:
+            streams = Streams(self._decoding, self._stop_matched)
+            return PackedSink(sender, streams, self._cached_answer, lambda: len(self._engine), self._metrics.decoded)
+        return ResponseSink(sender, outputs, inputs)
+
+    def _stop_matched(self, state: StreamState) -> bool:
+        self._engine.on_control(ControlMessage(Verb.STOP, state.epoch, state.key))
+        return True
+
+    def _submit(self, request: Request, sender: ResponseSender, inputs: Inputs, sink: Sink) -> None:
         if inputs.scalar("stop", False):
             self._stop(request, sender)
-            return
-        if request.is_cancelled():
-            sender.send(flags=FINAL)
             return
         timeout_ns = request.timeout() * 1000
         limit_ns = self._whole_answer_timeout_ns
         if limit_ns and _answers_whole(inputs):
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         priority = read(parameters(request))
-        parsed = parse(
-            inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority, self._adapters
-        )
-        sink = ResponseSink(sender, set(request.requested_output_names()), inputs)
+        now_ns = time.monotonic_ns()
+        parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, now_ns, priority, self._adapters)
+        if not 0 < now_ns - parsed.arrival_ns < _UNASKED_NS and request.is_cancelled():
+            sender.send(flags=FINAL)
+            return
         if parsed.guide is None:
             self._engine.submit(parsed, sink)
         elif self._grammars is None:
@@ -183,7 +205,7 @@ class TritonPythonModel:
         else:
             self._grammars.check(parsed.guide, partial(self._submit_guided, parsed, sink))
 
-    def _submit_guided(self, parsed: EngineRequest, sink: ResponseSink, guide: Guide | TridentError) -> None:
+    def _submit_guided(self, parsed: EngineRequest, sink: Sink, guide: Guide | TridentError) -> None:
         """Submit a request whose guide was checked, perhaps from the checker's thread."""
         problem = guide if isinstance(guide, TridentError) else None
         try:

@@ -1,49 +1,78 @@
-"""Tell which prompts must not start in the same step: OpenVINO GenAI's prefix cache would mix them up (2026.4.1).
+"""Tell which prompts OpenVINO GenAI's prefix cache would mix up or read in part (2026.4.1).
 
-The cache has the last block of an ended text, and of a prompt from its first step on, even if it is only partly filled.
-Two different prompts that begin with all ids of such a text and start in one step are both given that block, and write
-into it what follows in their own. A step apart each gets its own.
+The cache has the last block of a text even if it is only partly filled: of an ended text, of a prompt, and of what a
+running sequence has computed so far. Two different prompts that begin with all ids of such a text are both given that
+block when they are added, and write into it what follows in their own. Once the first has started, it has its own, and
+the second gets another. A prompt may start some steps after it was added, when those before it have more tokens than a
+step reads; its first token tells that it has.
+
+A prompt of which a step reads a part has the cache tell that the block in which the part ends is full. When it is
+cancelled then, every later prompt that begins with these ids finds a block that was never computed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
 from python_backends.limits import BLOCK_TOKENS
 
+_TEXTS_PER_BLOCK = 8
+
 
 class PartialBlocks:
-    """The texts whose last block is cached in part, and the prompts that start in the next step.
+    """The texts whose last block may be cached in part, and the prompts that have no token yet.
 
-    most: texts that are remembered, the latest ones; the cache has no more blocks.
+    blocks: of the cache, 0 if there is none. It may keep a text longer than others that came later, so that more are
+        remembered than it has blocks.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._texts: OrderedDict[int, None] = OrderedDict()  # hashes of all ids
-        self._starting: list[np.ndarray] = []
+    def __init__(self, blocks: int) -> None:
+        self._most = _TEXTS_PER_BLOCK * blocks
+        self._texts: OrderedDict[int, None] = OrderedDict()  # hashes of all ids that were computed
+        self._live: dict[int, tuple[np.ndarray, list[int]]] = {}  # prompt and generated ids
 
-    def ended(self, ids: np.ndarray) -> None:
-        """Take note of a text that the cache may hold: all ids that were computed."""
-        if len(ids) % BLOCK_TOKENS:
-            self._texts[hash(ids.tobytes())] = None
-            if len(self._texts) > self._most:
-                self._texts.popitem(last=False)
-
-    def add(self, ids: np.ndarray) -> bool:
-        """Add a prompt to the next step; return False, and add nothing, if it must start after that step."""
-        if self._texts and any(self._mixed_up(ids, other) for other in self._starting):
+    def add(self, id: int, prompt: np.ndarray) -> bool:
+        """Add a sequence; return False, and add nothing, if another one must start before."""
+        if self._most:
+            for other, generated in self._live.values():
+                computed = generated[:-1]
+                same = len(other) + len(computed) <= len(prompt) and np.array_equal(prompt[: len(other)], other)
+                if same and prompt[len(other) :][: len(computed)].tolist() == computed:
+                    self._remember(prompt[: len(other) + len(computed)])
+        if any(self._mixed_up(prompt, other) for at, (other, _) in self._live.items() if self.starts(at)):
             return False
-        self._starting.append(ids)
+        self._live[id] = prompt, []
         return True
 
-    def stepped(self) -> None:
-        """Take note that the added prompts start: while they run, the cache has their blocks already."""
-        for ids in self._starting:
-            self.ended(ids)
-        self._starting.clear()
+    def starts(self, id: int) -> bool:
+        """Return whether the cache may have a block of a sequence's prompt under a text that is not in it.
+
+        It is so until its first token, and for a prompt that ends with a block until its second.
+        """
+        if not self._most or id not in self._live:
+            return False
+        prompt, generated = self._live[id]
+        return len(generated) < (1 if len(prompt) % BLOCK_TOKENS else 2)
+
+    def generated(self, id: int, token_ids: Sequence[int]) -> None:
+        """Take note of what a step added to a sequence."""
+        self._live[id][1].extend(token_ids)
+
+    def end(self, id: int) -> None:
+        """Take note that a sequence has left its pipeline, which may keep its text."""
+        if id in self._live:
+            prompt, generated = self._live.pop(id)
+            self._remember(np.concatenate([prompt, np.array(generated[:-1], prompt.dtype)]))  # the last is not computed
+
+    def _remember(self, text: np.ndarray) -> None:
+        if len(text) % BLOCK_TOKENS:
+            self._texts[hash(text.tobytes())] = None
+            self._texts.move_to_end(hash(text.tobytes()))
+            if len(self._texts) > self._most:
+                self._texts.popitem(last=False)
 
     def _mixed_up(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Return whether a cached text ends in the block in which the prompts begin to differ, before they do."""

@@ -42,6 +42,10 @@ class PrefixCacheEstimate:
         while len(self._seen) > self._capacity:
             self._seen.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget all: the engine has a new, empty cache."""
+        self._seen.clear()
+
     def _digests(self, input_ids: np.ndarray) -> Iterator[int]:
         digest = 0
         for start in range(0, input_ids.size - self._block_tokens + 1, self._block_tokens):

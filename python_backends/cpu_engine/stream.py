@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,9 +29,9 @@ class Sink(Protocol):
         """Complete the request without a response, after its last response could not be sent."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Stream:
-    """One request's state; ``lock`` guards everything a sender thread reads. Times are CLOCK_MONOTONIC ns, 0 if unset.
+    """One request's state, guarded by the engine's lock. Times are CLOCK_MONOTONIC ns, 0 if unset.
 
     epoch, key: see StreamState.
     pending_ids, pending_log_probs, pending_top: generated and not sent yet.
@@ -43,6 +42,7 @@ class Stream:
     last_sent_ids_ns: the last response with generated ids was sent.
     since_last_ns: between the last two responses with generated ids, 0 before the second.
     queued: a sender thread will take it, or is sending for it.
+    due_again: more became due while it was queued.
     echoed: the prompt's ids were sent.
     responded: a response was handed to Triton.
     closed: the last response was.
@@ -52,7 +52,6 @@ class Stream:
     key: int
     request: EngineRequest
     sink: Sink
-    lock: threading.Lock = field(default_factory=threading.Lock)
     pending_ids: list[int] = field(default_factory=list)
     pending_log_probs: list[float] = field(default_factory=list)
     pending_top: list[TopLogProbs] = field(default_factory=list)
@@ -75,12 +74,15 @@ class Stream:
     last_sent_ids_ns: int = 0
     since_last_ns: int = 0
     queued: bool = False
+    due_again: bool = False
     probe_due: bool = False
     echoed: bool = False
     responded: bool = False
     closed: bool = False
+    _prompt_size: int = 0
 
     def __post_init__(self) -> None:
+        self._prompt_size = self.request.prompt_ids.size
         self.num_output_tokens = self.request.continued
         continued = self.request.continued_ids.tolist()
         if self.request.replay:
@@ -122,9 +124,10 @@ class Stream:
         self.last_token_ns = now_ns
         self.num_output_tokens += len(token_ids)
         self.pending_ids += token_ids
-        self.pending_log_probs += log_probs
-        self.pending_top += top
-        self.cum_log_prob += sum(log_probs)
+        if log_probs:
+            self.pending_log_probs += log_probs
+            self.pending_top += top
+            self.cum_log_prob += sum(log_probs)
 
     def finish(self, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> bool:
         """Set how the stream ended; return False and change nothing if it had ended already."""
@@ -148,25 +151,32 @@ class Stream:
 
     def due(self, flush: bool) -> bool:
         """Whether to send now: the first tokens and the end immediately, other tokens with a flush."""
-        if self.closed or self.queued:
+        if self.closed:
             return False
         if self.event.last:
             return True
-        if not self.request.streaming:
-            return False
-        return bool(self.pending_ids) and (flush or not self.last_sent_ids_ns)
+        return bool(self.pending_ids) and (flush or not self.last_sent_ids_ns) and self.request.streaming
+
+    def refusal(self) -> TridentError | None:
+        """End a stream that failed before its first response and return its error, else None."""
+        if self.responded or self.closed or self.error is None:
+            return None
+        self.closed = True
+        return self.error
 
     def take(self, now_ns: int) -> TokenIncrement | None:
         """Take everything pending as one response, or None if there is nothing to send."""
-        last = self.event.last
-        event = self.event
+        if self.closed:
+            return None
+        event, last = self.event, self.event.last
         token_ids: list[int] = []
         log_probs: list[float] = []
         top: list[TopLogProbs] = []
         if last or self.request.streaming:
             token_ids, self.pending_ids = self.pending_ids, []
-            log_probs, self.pending_log_probs = self.pending_log_probs, []
-            top, self.pending_top = self.pending_top, []
+            if self.pending_log_probs:
+                log_probs, self.pending_log_probs = self.pending_log_probs, []
+                top, self.pending_top = self.pending_top, []
         if not last and not token_ids:
             if not self.probe_due:
                 return None
@@ -175,22 +185,26 @@ class Stream:
         if token_ids:
             self.since_last_ns = 0 if first else now_ns - self.last_sent_ids_ns
             self.last_sent_ids_ns = now_ns
+        self.probe_due = False
+        self.last_sent_ns = now_ns
+        self.closed = last
+        options, error = "", ""
+        if not self.responded:
+            self.responded = True
+            options = self.request.stream_options
+        if self.error is not None:
+            error = to_text(self.error)
         if self.request.echo and not self.echoed and event is not StreamEvent.PROBE:
             self.echoed = True
             token_ids = self.request.input_ids.tolist() + token_ids
             log_probs, top = self.prompt_log_probs + log_probs, self.prompt_top + top
-        self.probe_due = False
-        options = "" if self.responded else self.request.stream_options
-        self.last_sent_ns = now_ns
-        self.responded = True
-        self.closed = last
         state = StreamState(
             self.epoch,
             self.key,
             event,
             self.stop_id,
-            self.request.prompt_ids.size,
-            min(self.num_cached_tokens, self.request.prompt_ids.size),  # continued ids are no part of the prompt
+            self._prompt_size,
+            min(self.num_cached_tokens, self._prompt_size),  # continued ids are no part of the prompt
             self.request.arrival_ns,
             self.first_scheduled_ns,
             self.first_token_ns,
@@ -198,7 +212,6 @@ class Stream:
             now_ns,
             int(first),
         )
-        error = to_text(self.error) if self.error is not None else ""
         return TokenIncrement(
             state, token_ids, log_probs, top, self.cum_log_prob, self.num_output_tokens, options, error
         )

@@ -13,6 +13,7 @@ from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
+from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream import Stream
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.ensemble.stream_state import StreamEvent
@@ -41,10 +42,10 @@ class Ticker:
 
     def __init__(
         self,
-        lock: threading.RLock,
         streams: StreamTable,
         scheduler: Scheduler,
         window: CoalescingWindow,
+        cost: ServingCost,
         senders: ResponseSenders,
         metrics: EngineMetrics,
         http_disconnects: HttpDisconnects,
@@ -54,14 +55,14 @@ class Ticker:
         clock_ns: Callable[[], int],
     ) -> None:
         """
-        lock: the engine's; held while streams, scheduler and window are used and ``end`` or ``load`` is called.
+        senders: the engine's lock too, held while streams, scheduler and window are used, and at ``end`` and ``load``.
         end: end a stream.
         load: return what the gauges show.
         """
-        self._lock = lock
         self._streams = streams
         self._scheduler = scheduler
         self._window = window
+        self._cost = cost
         self._senders = senders
         self._metrics = metrics
         self._http_disconnects = http_disconnects
@@ -70,6 +71,7 @@ class Ticker:
         self._clock_ns = clock_ns
         self._closed = False
         self._since_gauges_s = 0.0
+        self._check_ns = 0  # when the next deadline passes or the next stream has been silent for too long
         self._work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
 
@@ -80,6 +82,12 @@ class Ticker:
         """Tick until no stream is left. Call it after every change that ``EngineMetrics.show`` must send."""
         if not self._work.is_set():  # cheaper than setting it again
             self._work.set()
+
+    def watch(self, deadline_ns: int | None) -> None:
+        """Tick for a new stream. The caller holds the lock."""
+        if deadline_ns is not None:
+            self._check_ns = min(self._check_ns, deadline_ns)
+        self.wake()
 
     @property
     def idle(self) -> bool:
@@ -95,19 +103,25 @@ class Ticker:
         while not self._closed:
             self._work.wait()
             self._end_disconnected()
-            with self._lock:
-                self._check_streams(self._clock_ns())
+            self._cost.update(self._clock_ns(), self._senders.sent)
+            with self._senders:
+                now_ns = self._clock_ns()
+                if self._window.expired(now_ns, self._scheduler.running):
+                    self._senders.flush(self._streams.values())
+                if now_ns >= self._check_ns:
+                    self._check_ns = now_ns + self._check_streams(now_ns)
                 idle = not self._streams and not self._scheduler.running
                 if idle:
                     self._work.clear()
-                load = self._load()
+                show = idle or self._since_gauges_s >= _GAUGES_S
+                load = self._load() if show else None
                 pause_s = self._pause_s()
-            if idle or self._since_gauges_s >= _GAUGES_S:
+            if load is not None:
                 self._metrics.show(load)
                 self._since_gauges_s = 0.0
             self._since_gauges_s += pause_s
             time.sleep(pause_s)
-        with self._lock:
+        with self._senders:
             load = self._load()
         self._metrics.show(load)
 
@@ -119,31 +133,37 @@ class Ticker:
         now_ns = self._clock_ns()
         if not self._http_disconnects.due(now_ns):
             return
-        with self._lock:
+        with self._senders:
             live = frozenset(key for key, stream in self._streams.items() if not stream.request.streaming)
         disconnected = self._http_disconnects.check(live, now_ns)
-        with self._lock:
+        with self._senders:
             for key in disconnected:
                 self._end(key, StreamEvent.CANCELLED, cancelled_by="client")
 
-    def _check_streams(self, now_ns: int) -> None:
-        flush = self._window.expired(now_ns, self._scheduler.running)
+    def _check_streams(self, now_ns: int) -> int:
+        """End streams past their deadline and probe silent ones. Return the time until the next check."""
         probed = set(self._scheduler.waiting_keys(_PROBED_WAITING))
         # A slow engine's tokens arrive further apart than that; then only two missing ones are silence.
         last_step = self._load().last_step
         step_ns = last_step.end_ns - last_step.start_ns if last_step.start_ns else 0
         running_silence_ns = max(_PROBE_RUNNING_NS, 2 * step_ns)
+        next_ns = _PROBE_RUNNING_NS
         for stream in list(self._streams.values()):
-            if stream.request.deadline_ns is not None and now_ns >= stream.request.deadline_ns:
-                self._end_expired(stream)
+            if (deadline_ns := stream.request.deadline_ns) is not None:
+                if now_ns >= deadline_ns:
+                    self._end_expired(stream)
+                    continue
+                next_ns = min(next_ns, deadline_ns - now_ns)
+            if not stream.started_ns and stream.key not in probed:
                 continue
-            silent_ns = now_ns - (stream.last_sent_ns or stream.submitted_ns)
             allowed_ns = running_silence_ns if stream.started_ns else _PROBE_WAITING_NS
-            with stream.lock:
-                if silent_ns >= allowed_ns and (stream.started_ns or stream.key in probed):
-                    stream.probe_due = True
-                if not stream.queued and (stream.probe_due or stream.due(flush)):
-                    self._senders.put(stream)
+            silent_ns = now_ns - (stream.last_sent_ns or stream.submitted_ns)
+            if silent_ns >= allowed_ns:
+                stream.probe_due = True
+                self._senders.put(stream)
+            else:
+                next_ns = min(next_ns, allowed_ns - silent_ns)
+        return next_ns
 
     def _end_expired(self, stream: Stream) -> None:
         where = "while it was generating" if stream.started_ns else "while it waited for a slot"

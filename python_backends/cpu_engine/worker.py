@@ -11,11 +11,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections import OrderedDict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+if __name__ == "__main__":  # the converter of models, a seventh of all that is imported, which nothing here calls
+    sys.modules["openvino.tools.ovc"] = None  # type: ignore[assignment]
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
@@ -31,7 +34,7 @@ from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
-from python_backends.grammar.pipeline import structured_output
+from python_backends.grammar.structured_output import structured_output
 from python_backends.limits import BLOCK_TOKENS, EngineLimits
 
 _NICE = 5
@@ -59,6 +62,7 @@ class StepLoop:
         self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
         self._ended: list[StepOutput] = []  # what the next report begins with
+        self._leaving: set[int] = set()  # they are cancelled once their prompts are read
         self._drafting = drafting
         self._partial_blocks = partial_blocks
         self._step_budget = step_budget
@@ -67,7 +71,6 @@ class StepLoop:
         self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
         self._pieces = 0
         self._prompt_tokens = 0  # of the next step
-        self._computed: dict[int, tuple[np.ndarray, list[int]]] = {}  # prompt and generated ids
         self._scheduled = 0  # requests in the last step
         self._cache_usage = 0.0  # of the fuller pipeline
 
@@ -81,8 +84,12 @@ class StepLoop:
             self._drain_commands()
             start_ns = time.monotonic_ns()
             self._score_prompt()
+            self._return_to_drafting()
             self._start_prompts()
             self._advance(start_ns)
+            if self._drafting.load is not None and not self._without_token:  # which loading would have delayed
+                load, self._drafting.load = self._drafting.load, None
+                threading.Thread(target=load).start()
 
     def _advance(self, start_ns: int) -> None:
         """Step once, and report."""
@@ -93,7 +100,11 @@ class StepLoop:
             self._step_budget.observe(running, tokens, time.perf_counter() - began_s)
         if self._piece is not None and self._piece.get_status() != genai.GenerationStatus.RUNNING:
             self._piece = None
+            self._partial_blocks.end(_PIECE_IDS + self._pieces)
         self._report(start_ns)
+        for id in [id for id in self._leaving if not self._partial_blocks.starts(id)]:
+            self._leaving.discard(id)
+            self._end(id)
 
     def _plain(self) -> int:
         """Return the requests of the plain pipeline."""
@@ -108,8 +119,6 @@ class StepLoop:
         self._scheduled, self._cache_usage = 0, 0.0
         if failpoint.value("engine.step") is not None:
             raise RuntimeError("failpoint engine.step")
-        if plain or not self._plain():
-            self._partial_blocks.stepped()
         for pipeline in filter(None, [self._drafting.pipeline] * drafts + [self._pipeline] * plain):
             pipeline.step()
             metrics = pipeline.get_metrics()
@@ -182,6 +191,7 @@ class StepLoop:
             del self._prompts[id], self._read_tokens[id]
             self._prompt_tokens += unread
             left -= unread
+            self._drafting.follow(command)
             self._start(self._pipeline, command, config)
 
     def _start_piece(self, command: AddSequence, tokens: int) -> None:
@@ -190,8 +200,8 @@ class StepLoop:
             return
         self._read_tokens[command.id] += tokens
         ids = command.input_ids[: self._read_tokens[command.id]]
-        self._keep_apart(ids)
         self._pieces += 1
+        self._keep_apart(_PIECE_IDS + self._pieces, ids)
         self._prompt_tokens += tokens
         config = generation_config(1, SamplingParams(top_k=1), frozenset())
         self._piece = self._pipeline.add_request(_PIECE_IDS + self._pieces, ov.Tensor(ids[None]), config)
@@ -200,34 +210,54 @@ class StepLoop:
         self, pipeline: genai.ContinuousBatchingPipeline, command: AddSequence, config: genai.GenerationConfig
     ) -> bool:
         """Add a sequence to a pipeline; return False, with its end in the next report, if that refuses it."""
-        self._keep_apart(command.input_ids)
+        self._keep_apart(command.id, command.input_ids)
         try:
             self._handles[command.id] = pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
             self._forget(command.id)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return False
-        self._computed[command.id] = command.input_ids, []
         return True
 
-    def _keep_apart(self, ids: np.ndarray) -> None:
-        """Step now if these ids must not start together with others that start in the next step."""
-        if not self._partial_blocks.add(ids):
+    def _keep_apart(self, id: int, ids: np.ndarray) -> None:
+        """Step until these ids do not start together with others that were added."""
+        while not self._partial_blocks.add(id, ids):
             self._advance(time.monotonic_ns())
-            self._partial_blocks.add(ids)
 
     def _leave_drafting(self) -> None:
         """Continue in the plain pipeline, from the ids they have, all sequences of the other that can be moved."""
+        while any(map(self._partial_blocks.starts, self._drafting)):
+            self._advance(time.monotonic_ns())
         commands = self._drafting.leave()
         for command in commands:
-            self._handles.pop(command.id).cancel()
-            self._leave_cached(command.id)
-            config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
+            config = self._stopped(command)
+            self._drafting.follow(command)
             self._start(self._pipeline, command, config)
         if commands and not self._drafting:
             self._step(drafts=True, plain=False)  # frees their blocks
 
+    def _return_to_drafting(self) -> None:
+        """Continue in the pipeline that drafts the sequences of the plain one, where few are left of a busier time."""
+        if self._prompts or self._unscored or self._piece is not None or self._leaving:
+            return
+        commands = self._drafting.back()
+        for command in commands:
+            config = self._stopped(command)
+            self._drafting.take_back(command, config)
+            self._start(self._drafting.pipeline, command, config)
+        if commands:
+            self._step(drafts=False, plain=True)  # frees their blocks
+
+    def _stopped(self, command: AddSequence) -> genai.GenerationConfig:
+        """Stop a sequence in its pipeline; return the configuration with which another one continues it."""
+        self._handles.pop(command.id).cancel()
+        self._partial_blocks.end(command.id)
+        return generation_config(command.max_tokens, command.sampling, command.stop_ids)
+
     def _end(self, id: int) -> None:
+        if self._partial_blocks.starts(id):
+            self._leaving.add(id)
+            return
         handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None) or self._prompts.pop(id, None)
         drafted = id in self._drafting
         self._forget(id)
@@ -247,13 +277,7 @@ class StepLoop:
         self._read_tokens.pop(id, None)
         self._top_log_probs.close(id)
         self._drafting.end(id)
-        self._leave_cached(id)
-
-    def _leave_cached(self, id: int) -> None:
-        """Take note that a sequence has left its pipeline, which may keep its text."""
-        if id in self._computed:
-            prompt, generated = self._computed.pop(id)
-            self._partial_blocks.ended(np.concatenate([prompt, np.array(generated[:-1], prompt.dtype)]))
+        self._partial_blocks.end(id)
 
     def _report(self, start_ns: int) -> None:
         """Send what the step added to every sequence."""
@@ -291,9 +315,10 @@ class StepLoop:
             event = StreamEvent.ERROR
         elif status != genai.GenerationStatus.RUNNING:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
-        first = bool(token_ids) and self._without_token.pop(id, None) is not None
-        self._computed[id][1].extend(token_ids)
-        self._drafting.observe(id, token_ids, first)
+        if token_ids:
+            self._without_token.pop(id, None)
+        self._partial_blocks.generated(id, token_ids)
+        self._drafting.observe(id, token_ids)
         chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
             del self._handles[id]
@@ -339,17 +364,6 @@ def generation_config(
     return config
 
 
-def _warm_up(pipeline: genai.ContinuousBatchingPipeline) -> None:
-    """Generate one token: a pipeline's first takes a third of a second longer, for 135M parameters.
-
-    The prompt is one whole block: requests that start together corrupt a block that the prefix cache holds in part.
-    """
-    config = generation_config(1, SamplingParams(top_k=1), frozenset())
-    handle = pipeline.add_request(0, ov.Tensor(np.zeros((1, BLOCK_TOKENS), np.int64)), config)
-    while handle.get_status() == genai.GenerationStatus.RUNNING:
-        pipeline.step()
-
-
 def fold_seed(seed: int) -> int:
     """Fold a uint64 seed into the 32 bits that GenAI uses.
 
@@ -383,8 +397,6 @@ def main() -> None:
     try:
         manifest = manifests.load(engine_dir)
         pipeline, drafting = open_pipeline(engine_dir, manifest), open_drafting(engine_dir, manifest)
-        if drafting.pipeline is not None:
-            _warm_up(pipeline)  # the supervisor's first request is one that drafts
         connection.send(Ready())
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
         limits = EngineLimits.from_manifest(manifest)

@@ -1,7 +1,7 @@
 """The Triton models ``detokenizer`` and ``detokenizer_packed``: one instance, requests in order, no Triton error once a
 stream runs.
 
-They also detects disconnected clients: Triton marks only the request of the *next* step as cancelled, which is
+They also detect disconnected clients: Triton marks only the request of the *next* step as cancelled, which is
 theirs, so they check the mark and cancel the stream at the engine (python_backends/ensemble/control.py).
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 from contract import manifest as manifests
 from contract import packed_delta, step_model
 from contract.errors import EngineFailed, NotFound
-from contract.generation import Timings, TokenDelta, Usage
+from contract.generation import TokenDelta
+from contract.manifest import EngineManifest
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_streams import InBandStreams
 from python_backends.detokenizer.request_id_streams import RequestIdStreams, RequestIdTable
@@ -44,10 +45,7 @@ class TritonPythonModel:
         manifest = manifests.load(settings.engine_dir)
         self._metrics = Metrics(metric_family)
         if manifest.kind == "trtllm":
-            names = [adapter.name for adapter in manifest.adapters]
-            counts = AdapterMetrics(self._metrics, names, model="engine", version="1")
-            held = manifest.recipe.get("adapter_cache") or len(names)
-            table = RequestIdTable(adapter_cache=held, on_adapter=lambda n, cause: counts.accepted(names[n - 1], cause))
+            table = None if isinstance(self, PackedModel) else self._table(manifest)
             self._engine: RequestIdStreams | InBandStreams = RequestIdStreams(settings.metadata_socket, table)
         else:
             self._engine = InBandStreams(settings.control_socket)
@@ -64,7 +62,7 @@ class TritonPythonModel:
             manifest_sha256=digest,
         )(1)
         with contextlib.suppress(NotFound, EngineFailed):  # the supervisor has said why there is none
-            for term, value in step_model.of_engine(settings.engine_dir).terms.items():
+            for term, value in step_model.of_engine(settings.engine_dir).exported.items():
                 self._metrics.gauge(step_model.METRIC, "What a part of an engine step takes", term=term)(value)
         self._metrics.flush()
         self._detokenize_phase = self._metrics.histogram(
@@ -76,6 +74,13 @@ class TritonPythonModel:
             model=args.get("model_name", "detokenizer"),
         )
         self._heartbeat = Heartbeat(settings.supervisor_socket)
+
+    def _table(self, manifest: EngineManifest) -> RequestIdTable:
+        """Return the table of all streams, which the model ``detokenizer`` has."""
+        names = [adapter.name for adapter in manifest.adapters]
+        counts = AdapterMetrics(self._metrics, names, model="engine", version="1")
+        held = manifest.recipe.get("adapter_cache") or len(names)
+        return RequestIdTable(adapter_cache=held, on_adapter=lambda n, cause: counts.accepted(names[n - 1], cause))
 
     def execute(self, requests: list[Request]) -> list[Any] | None:
         with self._heartbeat:
@@ -96,13 +101,14 @@ class TritonPythonModel:
             text = self._decode(increment)
             if text is None:
                 return None
-            return response(self._outputs(_delta(increment.state, text, received_ns), text.cum_log_prob))
+            delta = text.delta(increment.state, received_ns, time.monotonic_ns())
+            return response(self._outputs(delta, text.cum_log_prob))
         except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
             return self._failed(exc)
 
     def _failed(self, exc: Exception) -> Any:
         log_error(f"detokenizer failed: error={exc!r}")
-        return response(self._outputs(_delta(None, failed_increment(_failure(exc))), 0.0))
+        return response(self._outputs(failed_increment(_failure(exc)).delta(), 0.0))
 
     def _decode(self, increment: TokenIncrement) -> TextIncrement | None:
         try:
@@ -191,20 +197,3 @@ class PackedModel(TritonPythonModel):
 
 def _failure(exc: Exception) -> str:
     return f"the detokenizer failed: {exc!r}"
-
-
-def _delta(state: StreamState | None, increment: TextIncrement, received_ns: int = 0) -> TokenDelta:
-    """received_ns: CLOCK_MONOTONIC, this model got the engine's response."""
-    top = tuple(tuple(zip(*position, strict=True)) for position in increment.top_log_probs)
-    ids, log_probs = tuple(increment.token_ids), tuple(increment.log_probs)
-    delta = TokenDelta(increment.text, ids, log_probs, increment.finish_reason, top_log_probs=top)
-    if increment.finish_reason is None:
-        delta.prompt_ids = increment.echoed_ids
-        return delta
-    delta.stop_reason, delta.error = increment.stop_reason, increment.error
-    if state is not None:
-        delta.usage = Usage(state.num_input_tokens, increment.num_output_tokens, state.num_cached_tokens)
-        if increment.timings and state.arrival_ns:
-            engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns
-            delta.timings = Timings(*engine, increment.tokenized_ns, received_ns, time.monotonic_ns())
-    return delta

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from contract.errors import EngineFailed
 from python_backends.detokenizer.adapter_cache import AdapterCache
-from python_backends.ensemble.metadata_channel import SEND_ADAPTER, MetadataListener, StreamMetadata
+from python_backends.ensemble.metadata_channel import SEND_ADAPTER, MetadataListener, MetadataSender, StreamMetadata
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.triton_io import Inputs, Request, log_error, stop_request
@@ -41,8 +41,12 @@ class RequestIdTable:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         adapter_cache: int = 0,
         on_adapter: Callable[[int, str], None] = lambda number, send_cause: None,
+        on_end: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """adapter_cache: how many adapters the backend holds. on_adapter: called for each request with one."""
+        """adapter_cache: how many adapters the backend holds. on_adapter: called for each request with one. on_end:
+        called for each stream that ends or expires."""
+        self._on_end = on_end
+        self._taken: dict[str, int] = {}  # adapters of streams that detokenizer_packed serves, by request id
         self._clock_ns, self._on_adapter, self._cache = clock_ns, on_adapter, AdapterCache(adapter_cache)
         self._lock = threading.Lock()
         self._live: OrderedDict[str, _LiveStream] = OrderedDict()  # least recently used first
@@ -55,16 +59,38 @@ class RequestIdTable:
         with self._lock:
             while self._live and now_ns - next(iter(self._live.values())).touched_ns >= _EXPIRY_NS:
                 self._remove(next(iter(self._live)))
-            if metadata.request_id in self._live:
+            if metadata.request_id in self._live or metadata.request_id in self._taken:
                 return False
             self._next_key += 1
             self._live[metadata.request_id] = _LiveStream(self._next_key, metadata, touched_ns=now_ns)
             self._request_ids[self._next_key] = metadata.request_id
             if not metadata.adapter:
                 return True
+            for adapter in filter(None, self._taken.values()):
+                self._cache.generated(adapter, now_ns)
             cause = self._cache.send_cause(metadata.adapter, now_ns)
         self._on_adapter(metadata.adapter, cause)
         return SEND_ADAPTER if cause else True
+
+    def take(self, request_id: str) -> StreamMetadata | None:
+        """Give up a live stream, and return its metadata; its request id stays in use until ``end``."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is None:
+                return None
+            del self._request_ids[live.key], self._live[request_id]
+            self._taken[request_id] = live.metadata.adapter
+            return live.metadata
+
+    def end(self, request_id: str) -> None:
+        """Free the request id of a stream that was given up."""
+        with self._lock:
+            if adapter := self._taken.pop(request_id, 0):
+                self._cache.generated(adapter, self._clock_ns())
+
+    def __contains__(self, request_id: str) -> bool:
+        with self._lock:
+            return request_id in self._live
 
     def request_id(self, key: int) -> str | None:
         """Return the request id of a live stream, None once it has ended."""
@@ -105,6 +131,7 @@ class RequestIdTable:
 
     def _remove(self, request_id: str) -> None:
         del self._request_ids[self._live.pop(request_id).key]
+        self._on_end(request_id)
 
     @staticmethod
     def _event(live: _LiveStream, token_ids: Sequence[int]) -> tuple[StreamEvent, int]:
@@ -120,10 +147,15 @@ class RequestIdTable:
 class RequestIdStreams:
     """Read the engine's responses and stop or cancel its streams; see InBandStreams for the Python engines."""
 
-    def __init__(self, metadata_socket: str, table: RequestIdTable | None = None, model: str = "engine") -> None:
+    def __init__(self, metadata_socket: str, table: RequestIdTable | None, model: str = "engine") -> None:
+        """table: None where the model ``detokenizer`` has it, from which the metadata of each stream is taken."""
         self._model = model
-        self._table = table or RequestIdTable()
-        self._listener = MetadataListener(metadata_socket, self._table.accept)
+        self._sender = MetadataSender(metadata_socket) if table is None else None
+        if self._sender is not None:
+            table = RequestIdTable(on_end=self._sender.end)
+        assert table is not None
+        self._table = table
+        self._channel = self._sender or MetadataListener(metadata_socket, table.accept, table.take, table.end)
         # A stop request blocks until Triton has answered it, so it is not sent by the thread that serves tokens.
         self._stops = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stop")
 
@@ -132,9 +164,14 @@ class RequestIdStreams:
 
         Raises:
             EngineFailed: no stream has the request's id.
+            Unavailable: the model ``detokenizer`` does not answer.
         """
         token_ids = inputs.integers("output_ids")[: sum(inputs.integers("sequence_length"))]
-        state, options = self._table.advance(request.request_id(), token_ids)
+        request_id = request.request_id()
+        if self._sender is not None and request_id not in self._table:
+            if (metadata := self._sender.take(request_id)) is not None:
+                self._table.accept(metadata)
+        state, options = self._table.advance(request_id, token_ids)
         state = state._replace(
             arrival_ns=inputs.scalar("arrival_time_ns", 0),
             first_scheduled_ns=inputs.scalar("first_scheduled_time_ns", 0),
@@ -158,7 +195,7 @@ class RequestIdStreams:
         return True
 
     def close(self) -> None:
-        self._listener.close()
+        self._channel.close()
         self._stops.shutdown(wait=False)
 
     def _send_stop(self, request_id: str) -> None:

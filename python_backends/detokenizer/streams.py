@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from contract.errors import EngineFailed, to_text
-from contract.generation import FinishReason
+from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stop import StopStrings
 from python_backends.detokenizer.stream import TextStream
@@ -52,6 +52,27 @@ class TextIncrement(NamedTuple):
     timings: bool = False
     tokenized_ns: int = 0
     echoed_ids: int = 0
+
+    def delta(self, state: StreamState | None = None, received_ns: int = 0, decoded_ns: int = 0) -> TokenDelta:
+        """Return it as clients read it.
+
+        state: of its stream.
+        received_ns, decoded_ns: CLOCK_MONOTONIC, the decoder got the engine's increment and had made its text.
+        """
+        top = tuple(tuple(zip(*position, strict=True)) for position in self.top_log_probs)
+        delta = TokenDelta(
+            self.text, tuple(self.token_ids), tuple(self.log_probs), self.finish_reason, top_log_probs=top
+        )
+        if self.finish_reason is None:
+            delta.prompt_ids = self.echoed_ids
+            return delta
+        delta.stop_reason, delta.error = self.stop_reason, self.error
+        if state is not None:
+            delta.usage = Usage(state.num_input_tokens, self.num_output_tokens, state.num_cached_tokens)
+            if self.timings and state.arrival_ns:
+                engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns
+                delta.timings = Timings(*engine, self.tokenized_ns, received_ns, decoded_ns)
+        return delta
 
 
 @dataclass

@@ -4,10 +4,14 @@ That backend returns ids only, and Triton lets the detokenizer read only the eng
 the metadata under the request's id, which Triton passes to every step, and learns whether that id is free: two live
 requests with one id would be mixed, in the detokenizer and in the backend. One datagram each way on abstract unix
 sockets, about 0.1 ms, before the engine has the request.
+
+The tokenizer does not know which ensemble a request came through, so the model ``detokenizer`` gets all metadata, and
+``detokenizer_packed`` takes that of a stream from it with the stream's first ids.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -70,7 +74,7 @@ def check_request_id(request_id: str) -> None:
 
 
 class MetadataSender:
-    """The tokenizer's end; one per model instance, used by one thread."""
+    """The end of the tokenizer, or of ``detokenizer_packed``; one per model instance, used by one thread."""
 
     def __init__(self, name: str) -> None:
         self._socket = local_datagram.bind(f"{name}-reply-{os.getpid()}")
@@ -87,45 +91,66 @@ class MetadataSender:
         datagram = metadata.encode()
         if len(datagram) > _MAX_BYTES:
             raise InvalidArgument("stop_words", f"must take at most {_MAX_BYTES} bytes in all, got {len(datagram)}")
+        accepted = self._reply_to(datagram, metadata.request_id)["accepted"]
+        if not accepted:
+            raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got one in use")
+        return accepted == SEND_ADAPTER
+
+    def take(self, request_id: str) -> StreamMetadata | None:
+        """Return what the tokenizer sent of a stream, None if nothing; ``end`` frees its id. Raises Unavailable."""
+        reply = self._reply_to(json.dumps({"take": request_id}).encode(), request_id)
+        return StreamMetadata(**reply) if "options" in reply else None
+
+    def end(self, request_id: str) -> None:
+        """Say that a stream that was taken has ended."""
+        with contextlib.suppress(OSError):  # without the detokenizer the server is restarted
+            self._socket.sendto(json.dumps({"end": request_id}).encode(), self._address)
+
+    def _reply_to(self, datagram: bytes, request_id: str) -> dict:
+        """Return the reply to ``datagram``; skip late ones and other users'. Raises Unavailable."""
         deadline_s = time.monotonic() + _REPLY_TIMEOUT_S
         try:
             self._socket.settimeout(_REPLY_TIMEOUT_S)
             self._socket.sendto(datagram, self._address)
-            reply = self._reply_to(metadata, deadline_s)
+            while (remaining_s := deadline_s - time.monotonic()) > 0:
+                self._socket.settimeout(remaining_s)
+                received = local_datagram.receive(self._socket, _MAX_BYTES)
+                if received is not None and (reply := json.loads(received[0]))["request_id"] == request_id:
+                    return reply
+            raise TimeoutError("timed out")
         except OSError as exc:
             raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
-        if not reply["accepted"]:
-            raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got one in use")
-        return reply["accepted"] == SEND_ADAPTER
-
-    def _reply_to(self, metadata: StreamMetadata, deadline_s: float) -> dict:
-        """Return the reply; skip late replies to earlier requests and other users' datagrams.
-
-        Raises:
-            TimeoutError: there was none until ``deadline_s``.
-        """
-        while (remaining_s := deadline_s - time.monotonic()) > 0:
-            self._socket.settimeout(remaining_s)
-            received = local_datagram.receive(self._socket, _MAX_BYTES)
-            if received is not None:
-                reply = json.loads(received[0])
-                if reply["request_id"] == metadata.request_id:
-                    return reply
-        raise TimeoutError("timed out")
 
     def close(self) -> None:
         self._socket.close()
 
 
 class MetadataListener(local_datagram.Listener):
-    """The detokenizer's end. ``accept(metadata)`` runs in its thread: whether the id is free, or SEND_ADAPTER."""
+    """The end of the model ``detokenizer``. What it calls runs in its thread.
 
-    def __init__(self, name: str, accept: Callable[[StreamMetadata], int]) -> None:
-        def decode(datagram: bytes) -> bytes | None:
+    accept: takes a request's metadata; returns whether its id is free, or SEND_ADAPTER.
+    take: returns the metadata of a stream that ``detokenizer_packed`` serves. end: that stream has ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        accept: Callable[[StreamMetadata], int],
+        take: Callable[[str], StreamMetadata | None] = lambda request_id: None,
+        end: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        def handle(datagram: bytes) -> bytes | None:
             try:
+                fields = json.loads(datagram)
+                if "end" in fields:
+                    end(fields["end"])
+                    return None
+                if "take" in fields:
+                    taken = take(fields["take"])
+                    return taken.encode() if taken else json.dumps({"request_id": fields["take"]}).encode()
                 metadata = StreamMetadata.decode(datagram)
             except (ValueError, TypeError, KeyError, RecursionError):
                 return None
             return json.dumps({"request_id": metadata.request_id, "accepted": accept(metadata)}).encode()
 
-        super().__init__(name, _MAX_BYTES, "metadata", decode)
+        super().__init__(name, _MAX_BYTES, "metadata", handle)

@@ -21,10 +21,9 @@ class StreamEvent(IntEnum):
     CANCELLED = 4
     ERROR = 5
 
-    @property
-    def last(self) -> bool:
-        """Whether the stream has ended."""
-        return self >= StreamEvent.STOP
+    def __init__(self, value: int) -> None:
+        """last: whether the stream has ended. Not a property: it is read several times for each token."""
+        self.last = value >= 2  # from STOP on
 
 
 class StreamState(NamedTuple):

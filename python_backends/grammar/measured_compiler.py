@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean
+from statistics import linear_regression, mean
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
@@ -12,7 +12,7 @@ from python_backends.grammar.translation import translated
 
 WALK_TOKENS = 48
 LONG_WALK_TOKENS = 192
-_END_TOKENS = 8  # whose mean is the cost at one end of the long walk
+_END_TOKENS = 8  # whose mean is the cost at the end of the long walk
 WALK_S = 0.4
 LONG_WALK_S = 0.8
 SEVERAL_CORES = 4  # that the library's compiler makes use of
@@ -60,9 +60,10 @@ def _at_end(longer: Sequence[float]) -> float:
     if not longer:
         return 0.0
     last_s = mean(longer[-_END_TOKENS:])
-    if sum(longer) < LONG_WALK_S:
+    if sum(longer) < LONG_WALK_S or len(longer) < 2:
         return last_s
-    growth_s = (last_s - mean(longer[:_END_TOKENS])) / len(longer)
+    # Of all tokens: bounded texts cost more and more, then little again, so two ends tell where the walk was cut.
+    growth_s = linear_regression(range(len(longer)), longer).slope
     return last_s + max(0.0, growth_s) * (LONG_WALK_TOKENS - len(longer))
 
 

@@ -23,14 +23,8 @@ from python_backends.grammar.measured_compiler import (
     MeasuredCompiler,
 )
 from python_backends.grammar.messages import Check
+from python_backends.grammar.structured_output import structured_output
 from python_backends.grammar.vocabulary import special_tokens
-
-_FIELDS = {
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf_grammar": "grammar",
-    "structural_tag": "structural_tags_config",
-}
 
 
 class GrammarPipeline(MeasuredCompiler):
@@ -93,10 +87,3 @@ class GrammarPipeline(MeasuredCompiler):
         begun_s = time.process_time()
         pipeline.step()
         return time.process_time() - begun_s
-
-
-def structured_output(guide: Guide) -> genai.StructuredOutputConfig:
-    """Return the form that a GenerationConfig holds."""
-    if guide.kind == "json":
-        return genai.StructuredOutputConfig(json_schema='{"type": "object"}')
-    return genai.StructuredOutputConfig(**{_FIELDS[guide.kind]: guide.text})

@@ -15,11 +15,12 @@ RESULT = {
 }
 
 
-def test_its_result_becomes_a_row_and_what_it_did_not_measure_a_dash(tmp_path):
-    (tmp_path / "r.json").write_text(json.dumps(RESULT))
-    row = dict(zip([*aiperf.header(), "failed"], aiperf.read(tmp_path / "r.json"), strict=True))
-    assert row["requests/s"] == "18.2" and row["tok/s"] == "1,171.0" and row["TTFT ms p95"] == "81.1"
-    assert row["ITL ms p50"] == "-" and row["failed"] == "2"
+def test_its_result_is_read_and_what_it_did_not_measure_is_left_out(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / aiperf.RESULT).write_text(json.dumps(RESULT))
+    found = aiperf.read(tmp_path)
+    assert found["requests/s"] == 18.25 and found["tokens/s"] == 1171.0 and found["TTFT p95, ms"] == 81.1
+    assert "ITL p50, ms" not in found and found["failed"] == 2
 
 
 @pytest.fixture
@@ -39,21 +40,16 @@ def pretender(tmp_path, monkeypatch):
     return write
 
 
-def test_every_load_is_run_and_tabled_and_a_failed_one_is_told(pretender, tmp_path, capsys):
-    keeps = f"echo '{json.dumps(RESULT)}' > \"$out/{aiperf.RESULT}\""
-    pretender(
-        "while [ $# -gt 0 ]; do case $1 in --artifact-dir) out=$2;;"
-        f' --request-rate) echo "no rates today"; exit 3;; esac; shift; done; {keeps}'
-    )
-    out = tmp_path / "out"
-    assert aiperf.run("http://127.0.0.1:9", "demo", tmp_path, [1, 30], [4.0], 10, out) == 0
-    shown = capsys.readouterr()
-    assert "concurrency 30" in shown.out and "failed: rate 4: no rates today" in shown.out
-    assert "--concurrency 30 --request-count 60" in shown.err and "--request-rate 4" in shown.err
-    assert "ignore_eos" in shown.err and f"--tokenizer {tmp_path}" in shown.err
-
-
-def test_nothing_measured_is_an_error(pretender, tmp_path):
-    pretender("echo 'cannot reach it' >&2; exit 1")
-    with pytest.raises(EngineFailed, match="AIPerf measured nothing: concurrency 1: cannot reach it"):
-        aiperf.run("http://127.0.0.1:9", "demo", tmp_path, [1], [], 10, tmp_path / "out")
+@pytest.mark.slow
+def test_it_is_told_the_load_and_its_result_is_read_or_missed(pretender, tmp_path, capsys):
+    find = "while [ $# -gt 0 ]; do case $1 in --artifact-dir) out=$2;; esac; shift; done"
+    pretender(f"{find}; echo '{json.dumps(RESULT)}' > \"$out/{aiperf.RESULT}\"")
+    tool = aiperf.tool("http://127.0.0.1:9", "demo", tmp_path)
+    found = tool.measure([tool.rate, "4", *tool.evenly], 60, 3, tmp_path / "out")
+    assert found["latency p50, ms"] == 486.1
+    shown = capsys.readouterr().err
+    assert "--request-rate 4 --arrival-pattern constant --request-count 60" in shown and "--random-seed 3" in shown
+    assert "ignore_eos" in shown and f"--tokenizer {tmp_path}" in shown
+    pretender("exit 0")
+    with pytest.raises(EngineFailed, match="AIPerf wrote no result"):
+        tool.measure([], 1, 0, tmp_path / "none")

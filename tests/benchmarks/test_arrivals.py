@@ -132,5 +132,5 @@ def test_traces_that_are_missing_or_empty_are_refused(tmp_path: Path):
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidArgument, match="is not text"):
         arrivals.parse(f"trace:{tmp_path}/bytes.jsonl")
-    with pytest.raises(InvalidArgument, match="cannot read .*No such file"):
+    with pytest.raises(InvalidArgument, match="can be read, got .*No such file"):
         arrivals.parse("trace:/nowhere.jsonl")

@@ -10,21 +10,21 @@ from benchmarks.beside import Costs
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 
-COSTS = (0.008, 0.0012, 0.0008), (0.003, 0.0001, 0.0002)  # request, burst, message; server and client, gateway
+COSTS = 0.008, 0.0012, 0.0008  # of a request, each time that tokens are sent, a message
 
 
 class Scripted:
     """Sends two tokens in a message, those of all streams at once."""
 
     def __init__(self) -> None:
-        self.used_s, self.live = [5.0, 1.0], 0
+        self.used_s, self.live = 5.0, 0
 
     async def send(self, request, record):
         self.live += 1
         await asyncio.sleep(0)
         messages = (request.max_tokens + 1) // 2
-        for who, (request_s, burst_s, message_s) in enumerate(COSTS):
-            self.used_s[who] += request_s + messages * (message_s + burst_s / self.live)
+        request_s, burst_s, message_s = COSTS
+        self.used_s += request_s + messages * (message_s + burst_s / self.live)
         record.messages = [(record.sent_s + 0.02 + n, 2) for n in range(messages)]
         await asyncio.sleep(0)
         self.live -= 1
@@ -38,9 +38,8 @@ class Words:
 def test_requests_and_messages_are_told_apart():
     target, costs = Scripted(), Costs()
     for _ in range(2):
-        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: (target.used_s[0], target.used_s[1])))
-    for who in (0, 1):
-        assert costs.solved(who) == pytest.approx(COSTS[who])
+        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: target.used_s))
+    assert costs.solved() == pytest.approx(COSTS)
     assert costs.ttft_s == pytest.approx([0.02] * len(costs.ttft_s))
 
 

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import calibrate
 from benchmarks.calibrate import Experiment, Outcome, Trial, compared
@@ -14,6 +16,7 @@ from contract import step_model
 from contract.errors import EngineFailed
 from contract.generation import Timings
 from contract.step_model import Point, StepModel
+from python_backends.cpu_engine import drafting
 from tests.contract.test_step_model import SOME
 
 KEY = {"manifest_sha256": "a" * 64, "machine": "a machine, 2 cores"}
@@ -27,6 +30,7 @@ class Engine:
     max_num_tokens: int = 256
     max_seq_len: int = 1024
     kv_cache_tokens: int | None = 8192
+    draft_tokens: int = 0
 
 
 class Words:
@@ -57,7 +61,7 @@ class Scripted:
 
 
 def test_the_design_stays_within_the_engines_limits():
-    for engine in (Engine(), Engine(1, 64, 128, None), Engine(300, 8192, 4096, 40_000)):
+    for engine in (Engine(), Engine(1, 64, 128, None), Engine(300, 8192, 4096, 40_000), Engine(draft_tokens=8)):
         trials = calibrate.design(engine)
         assert len(trials) == len(set(trials)) and any(trial.prefill for trial in trials)
         assert {trial.sequences for trial in trials if not trial.prefill} >= {1, engine.max_batch_size}
@@ -126,6 +130,85 @@ def test_the_model_of_known_steps_is_found_and_says_how_far_the_points_are():
     assert "error p50" in text and "-67 %" in text and step_model.TERMS[0] in text
 
 
+def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, monkeypatch):
+    """An engine that accepts two of eight drafts of every step."""
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
+    drafted = [0, 0]
+
+    class Drafting(Scripted):
+        plain = 0  # requests that are not drafted for
+
+        async def send(self, request, record):
+            await super().send(request, record)
+            self.plain -= 1
+            if self.plain >= 0:
+                return
+            steps = (request.max_tokens + 1) // 3
+            record.messages = [(10.0, 1)] + [(10.0 + 0.05 * n, 3) for n in range(1, steps + 1)]
+            drafted[0], drafted[1] = drafted[0] + steps, drafted[1] + 2 * steps
+
+    engine = Engine(draft_tokens=8)
+    work = calibrate.design(engine)
+    assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17]
+    assert min(trial.sequences for trial in work if trial.sequences and not trial.draft_tokens) == 4
+    alone = next(trial for trial in work if trial.draft_tokens == 8)
+    # The second engine rejected earlier drafts, and tries them again after some requests.
+    for name, plain in (("points", 0), ("retried", calibrate.RETRY)):
+        replica = Drafting(SOME)
+        one, replica.plain = Experiment(engine, KEY, replica, Words(), tmp_path / name), plain
+        one.drafted = lambda: tuple(drafted)
+        asyncio.run(one.run([alone], 1, time.monotonic() + 60))
+        [outcome] = one.outcomes
+        assert outcome.point.seconds == pytest.approx(0.05) and outcome.point.draft_tokens == 8 and outcome.sent == 1.0
+        accepted = round(calibrate.acceptance_of(3.0, 8), 3)
+        assert outcome.stretches == [[accepted] * len(step_model.STRETCHES)] * calibrate.TEXTS
+    others = [Outcome(Trial(n, 32, 0), Point(n, 32 * n, 0, 0.02 * n)) for n in (1, 4)]
+    model = calibrate.fitted([outcome, *others], KEY)
+    assert model.acceptance == tuple(map(tuple, outcome.stretches))
+    # Beside four others nothing is drafted, and they end before the steps that count.
+    target = Scripted(SOME)
+    plain = Experiment(engine, KEY, target, Words(), tmp_path / "plain")
+    asyncio.run(plain.run([Trial(1, 32, 0)], 1, time.monotonic() + 60))
+    assert len(target.requests) % 5 == 0 and plain.outcomes[0].point.draft_tokens == 0
+    # An engine that never drafts for them ends it, too.
+    never = Experiment(engine, KEY, Scripted(SOME), Words(), tmp_path / "never")
+    asyncio.run(never.run([alone], 1, time.monotonic() + 60))
+    assert never.outcomes[0].point.draft_tokens == 0 and never.outcomes[0].stretches[0] == [0.0] * 5
+
+
+def test_the_engines_rule_of_drafts_is_known():
+    known = (calibrate.BUSY, calibrate.FEW_DRAFTS, calibrate.QUIET, calibrate.RETRY)
+    assert known == (drafting.BUSY, drafting.SHORT, drafting.QUIET, drafting.RETRY)
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_acceptance_is_found_from_the_tokens_of_a_step(part, drafts):
+    made = step_model.tokens_per_step(part, drafts)
+    found = calibrate.acceptance_of(made, drafts)
+    assert step_model.tokens_per_step(found, drafts) == pytest.approx(made, abs=1e-3)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=5, max_size=5), st.integers(1, 4))
+def test_the_acceptance_of_each_stretch_is_found_from_the_messages(accepted, together):
+    """together: steps whose tokens come in one message, which begins at most so many steps before a stretch."""
+    messages, position, steps = [(0.0, 1)], 1, 0
+    while position < 400:
+        made = round(step_model.tokens_per_step(step_model.accepted_at(accepted, position), 3)) * together
+        messages, position, steps = [*messages, (0.0, made)], position + made, steps + together
+    found = calibrate.stretches(messages, steps, 3)
+    assert len(found) == 5 and found[-1] == pytest.approx(calibrate.acceptance_of(made / together, 3), abs=1e-3)
+    if together == 1 and 1.0 not in accepted[:4] and 0.5 not in accepted[:4]:
+        assert found[:4] == accepted[:4]
+
+
+def test_a_text_that_ends_early_tells_of_what_it_reached():
+    assert calibrate.stretches([(0.0, 1)], 0, 8) == [0.0]
+    assert calibrate.stretches([(0.0, 1), (0.1, 1), (0.2, 1)], 2, 8) == [0.0]
+    # Two steps went beyond stretches, and the last one was cut off.
+    messages = [(0.0, 1), (0.1, 1), (0.2, 33), (0.3, 33), (0.4, 2)]
+    assert calibrate.stretches(messages, 4, 32) == pytest.approx([0.953, 0.953, 0.953, 1.0, 1.0], abs=0.001)
+
+
 def test_what_a_step_takes_is_compared_by_trial():
     trials = [Outcome(Trial(4, 32, 0), Point(4, 100, 0, seconds)) for seconds in (0.01, 0.012)]
     assert compared(trials) == {
@@ -133,22 +216,73 @@ def test_what_a_step_takes_is_compared_by_trial():
     }
 
 
-def test_steps_in_service_change_the_designed_ones_by_two_factors(capsys):
-    """Requests one after the other, whose streams take 1.2 times as long and whose prompts 1.1 times."""
+def test_steps_in_service_change_the_designed_ones(capsys):
+    """Requests in pairs: the first one meets an idle engine and decodes, the second one is read beside it."""
     records, at_s, known = [], 100.0, dataclasses.replace(SOME, request_s=0.001)
-    plain_s = known.seconds(0, 0, 0)
     for index, prompt in enumerate((20, 200, 50, 100)):
         begin_s = at_s + 0.01
-        first_s = begin_s + plain_s + 1.1 * (known.seconds(0, 0, prompt) - plain_s)
-        step_s = 1.2 * known.seconds(1, 92.5 + 15, 0)  # prompts and half of the answers, in the mean
-        record = Record(index, at_s, at_s, [(first_s + 0.002 + n * step_s, 1) for n in range(30)], input_tokens=prompt)
-        record.ended_s, record.finish_reason = record.messages[-1][0], "length"
-        record.timings = Timings(0, round(begin_s * 1e9), round(first_s * 1e9), round(record.ended_s * 1e9))
-        records.append(record)
-        at_s = record.ended_s + 0.5
+        plain_s = known.seconds(0, 0, 0)
+        alone_s = plain_s + 1.1 * (known.seconds(0, 0, prompt) - plain_s) + 0.003
+        step_s = 1.2 * known.seconds(1, 92.5 + 7.75, 0)  # prompts and half of the answers, in the mean
+        beside_s = known.seconds(1, 100.25, 0) + 1.1 * (known.seconds(1, 100.25, prompt) - known.seconds(1, 100.25, 0))
+        first = Record(2 * index, at_s, at_s, input_tokens=prompt)
+        first.messages = [(begin_s + alone_s + 0.002 + n * step_s, 1) for n in range(30)]
+        second_s = first.messages[-1][0] + step_s / 2
+        second = Record(2 * index + 1, second_s, second_s, [(second_s + beside_s + 0.002, 1)], input_tokens=prompt)
+        first.ended_s, second.ended_s = second_s + beside_s + 0.001, second_s + beside_s + 0.002
+        for record, from_s, took_s in ((first, begin_s, alone_s), (second, second_s, beside_s)):
+            record.finish_reason = "length"
+            instants = (0.0, from_s, from_s + took_s, record.ended_s)
+            record.timings = Timings(*(round(1e9 * instant_s) for instant_s in instants))
+        records += [first, second]
+        at_s = second.ended_s + 0.5
     found = calibrate.in_service(known, records)
-    assert "streams x 1.20, prompts x 1.10" in capsys.readouterr().out
+    assert "streams x 1.20, prompts x 1.10, 3.0 ms after a pause, spread 0.00" in capsys.readouterr().out
     assert found.sequence_s == pytest.approx(1.2 * known.sequence_s, rel=1e-3)
     assert found.prefill_token_s == pytest.approx(1.1 * known.prefill_token_s, rel=1e-3)
     assert found.request_s == pytest.approx(0.012, abs=1e-4)
     assert calibrate.in_service(known, []) == known
+
+
+def test_streams_in_service_take_longer_than_designed_ones(capsys):
+    records = []
+    for streams in (1, 2, 4, 8):
+        step_s, begin_s = 1.1 * SOME.seconds(streams, streams * 62, 0), 1000.0 * streams
+        for _ in range(streams):
+            record = Record(len(records), begin_s, begin_s, [(begin_s + n * step_s, 1) for n in range(60)])
+            record.input_tokens, record.ended_s, record.finish_reason = 32, begin_s + 59 * step_s, "length"
+            record.timings = Timings(0, *(round(1e9 * at_s) for at_s in (begin_s - 0.1, begin_s, record.ended_s)))
+            records.append(record)
+    found = calibrate.in_service(SOME, records)
+    assert "streams x 1.10," in capsys.readouterr().out
+    assert found.seconds(6, 300, 0) == pytest.approx(1.1 * SOME.seconds(6, 300, 0))
+
+
+def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(capsys):
+    model = dataclasses.replace(SOME, draft_token_s=0.001, draft_tokens=8, acceptance=((0.5,),))
+    steps_s = 1.3 * model.seconds(1, 32 + 45, 0, 8), 7.0
+    record = Record(0, 10.0, 10.0, [(10.0, 1)], input_tokens=32, finish_reason="length")
+    for nth in range(60):
+        several = nth % 2 == 0
+        record.messages.append((record.messages[-1][0] + steps_s[not several], 2 if several else 1))
+    record.ended_s = record.messages[-1][0]
+    record.timings = Timings(0, *(round(1e9 * at_s) for at_s in (9.9, 10.0, record.ended_s)))
+    found = calibrate.in_service(model, [record])
+    assert "streams x 1.30," in capsys.readouterr().out
+    assert found.draft_token_s == pytest.approx(0.0013, rel=0.01)
+
+
+def test_streams_that_end_before_they_decode_together_are_measured_with_longer_answers(tmp_path: Path):
+    class Slow(Scripted):
+        async def send(self, request, record):
+            """The second stream's first token comes 60 steps after the first one's."""
+            await super().send(request, record)
+            late = 60 * (len(self.requests) % 2)
+            record.messages = [(at_s + late * SOME.seconds(2, 64, 0), n) for at_s, n in record.messages]
+
+    target = Slow(SOME)
+    target.running = 2
+    experiment = Experiment(Engine(), KEY, target, Words(), tmp_path / "points")
+    asyncio.run(experiment.run([Trial(2, 32, 0)], 1, time.monotonic() + 60))
+    assert experiment.outcomes[0].sent == 1.0
+    assert [request.max_tokens for request in target.requests][::2][:2] == [41, 82]

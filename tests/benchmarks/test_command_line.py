@@ -84,6 +84,11 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
     ("arguments", "problem"),
     [
         (["run", "--input", "x"], "input: must be N, "),
+        (["run", "--concurrency", "99999999"], "concurrency: must be a whole number from 1 to 10000, got 99999999"),
+        (["peers", "--precision", "fp3"], "precision: must be bf16, int8 or int8_sq, got 'fp3'"),
+        (["peers", "--also", "8001"], "also: must be of http://HOST:PORT"),
+        (["textbook", "--engine", "nosuch"], "there is no engine at"),
+        (["run", "--url", "127.0.0.1:99999"], "url: must be HOST:PORT"),
         (["run", "--arrivals", "poisson:x"], "arrivals: must be poisson:RATE"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: must be between 0 and 1, got 2"),
         (["run", "--url", "http://127.0.0.1:8001"], "url: must be HOST:PORT of the server's gRPC endpoint"),
@@ -103,6 +108,9 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
     [
         ["--requests", "0"],
         ["--rates", "4,-1"],
+        ["--rates", "4,x"],
+        ["--concurrency", "1,,2"],
+        ["--generators", "65"],
         ["--generators", "-1"],
         ["--duration", "0"],
         ["--slo-ttft-ms", "nan"],

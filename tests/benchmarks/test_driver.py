@@ -64,7 +64,7 @@ async def test_coalesced_tokens_are_counted_one_by_one():
     async with FakeReplica(paced(10, gap_s=0.03, tokens_per_response=5)) as server:
         records = (await drive(server.url, Workload(2, None, Fixed(7), Fixed(10)))).records
     assert all([count for _, count in record.messages] == [5, 5] for record in records)
-    assert figures.inter_token(records).count == 5 * len(records)
+    assert figures.of_gaps([gap for one in records for gap in one.gaps]).count == 5 * len(records)
 
 
 async def test_a_closed_loop_keeps_its_concurrency_and_no_more():
@@ -158,3 +158,17 @@ async def test_shares_of_several_generators_make_one_load(load):
         prompts = sorted(seen.value("text_input") for seen in server.seen)
     assert sorted(record.index for part in parts for record in part.records) == list(range(12))
     assert prompts == sorted(load.request(n, Prompts()).prompt for n in range(12))
+
+
+async def test_a_load_that_counts_answers_is_warm_once_every_client_had_one():
+    async with FakeReplica(paced(5, first_token_s=0.05, gap_s=0.01)) as server:
+        result = await drive(
+            server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.01, 5.0, answers=6, most_s=5.0)
+        )
+        begin_s, end_s, steady = result.steady
+        firsts = sorted(record.ended_s for record in result.records)[:3]
+        assert steady and begin_s >= firsts[-1] and sum(begin_s < r.ended_s <= end_s for r in result.records) >= 6
+        late = await drive(
+            server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.01, 0.001, answers=99, most_s=0.2)
+        )
+        assert late.steady[2] is False and late.steady[1] - late.steady[0] >= 0.2

@@ -35,7 +35,7 @@ def test_an_inter_token_latency_counts_every_token_of_a_response(steps):
     for gap, count in steps:
         messages.append((at_s := at_s + gap, count))
     expected = [gap / count for gap, count in record(messages=messages).gaps for _ in range(count)]
-    found = figures.inter_token([record(messages=messages)])
+    found = figures.of_gaps(record(messages=messages).gaps)
     assert found.count == sum(count for _, count in steps)
     assert found.p99 == pytest.approx(np.percentile(expected, 99))
     assert found.mean * found.count == pytest.approx(at_s)
@@ -83,3 +83,9 @@ def test_rates_are_of_what_fell_into_the_window():
 
 def test_noise_is_how_far_rounds_are_apart():
     assert figures.noise([2.0, 3.0, 2.5]) == 0.5 and figures.noise([2.0]) == figures.LEAST_NOISE
+
+
+def test_compared_figures_say_which_is_better():
+    assert figures.compared(figures.LOWER, {"ms: a": (1.0, 2.0)}) == {
+        "ms: a": {"better": "lower", "values": [1.0, 2.0]}
+    }

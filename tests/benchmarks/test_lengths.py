@@ -80,5 +80,5 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path):
 
 
 def test_a_histogram_that_is_not_there_is_refused():
-    with pytest.raises(InvalidArgument, match="cannot read /nowhere"):
+    with pytest.raises(InvalidArgument, match="can be read, got /nowhere"):
         lengths.parse("histogram:/nowhere", "input")

@@ -19,3 +19,12 @@ def test_this_machine_is_described():
     now, conditions = machine.cpu_time(), machine.described()
     assert 0 < now.busy_s < now.total_s
     assert conditions["cores"] >= 1 and conditions["load_average_1min"] >= 0 and conditions["cpu"]
+
+
+def test_our_own_work_is_no_disturbance(monkeypatch):
+    watch = machine.Watch()
+    monkeypatch.setattr(
+        machine, "cpu_time", lambda: machine.CpuTime(watch._cpu.total_s + 10.0, watch._cpu.busy_s + 4.0, 0)
+    )
+    monkeypatch.setattr(machine, "_ours_s", lambda: watch._ours_s + 3.0)
+    assert watch.others() == pytest.approx(0.1, abs=0.01 + watch._cpu.stolen_s / 10)

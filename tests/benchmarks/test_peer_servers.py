@@ -14,7 +14,7 @@ def test_the_demo_model_is_a_subject_and_an_unknown_name_is_refused():
     assert (demo.checkpoint / "model.safetensors").is_file() and demo.precision == "f32"
     with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m or a folder .*, got 'x'"):
         peer_servers.subject("x")
-    with pytest.raises(InvalidArgument, match="precision: must be bf16 or int8, got 'int4'"):
+    with pytest.raises(InvalidArgument, match="precision: must be bf16, int8 or int8_sq, got 'int4'"):
         peer_servers.subject("bench-160m", "int4")
 
 
@@ -33,8 +33,10 @@ def test_every_peer_serves_the_subject_at_the_port_it_is_given(tmp_path, monkeyp
     subject = Subject("small", tmp_path, "small", "bf16", "f16", 512)
     for name in ("trident", "trident-openai", "vllm"):
         assert "17000" in peer_servers.PEERS[name].command(subject, 17_000)
-    eight_bits = Subject("small", tmp_path, "small", "int8", "u8", 512)
-    assert "--no-repack" in peer_servers.PEERS["llama.cpp"].command(eight_bits, 17_000)
+    for precision in peer_servers.EIGHT_BITS:
+        eight_bits = Subject("small", tmp_path, "small", precision, "u8", 512)
+        assert "--no-repack" in peer_servers.PEERS["llama.cpp"].command(eight_bits, 17_000)
+        assert peer_servers.PEERS["vllm"].weights(eight_bits) == "W8A8"
     variables = peer_servers.PEERS["trident-openai"].variables(subject, 17_000)
     assert variables["TRIDENT_GATEWAY_REPLICAS"] == "127.0.0.1:17000"
     assert variables["TRIDENT_GATEWAY_HTTP_PORT"] == "17003"

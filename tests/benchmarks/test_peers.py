@@ -1,7 +1,9 @@
 """Fake peers: two small OpenAI-compatible servers, one that ends and one that never answers."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,9 +52,15 @@ def plan(subject, **changes):
     return Plan(subject, **{"levels": (1, 2), "rounds": 1, "duration_s": 1.0, "input": "8", "output": "4"} | changes)
 
 
+def wait_for(port):
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+
+
 def install(monkeypatch, *fake_peers):
     monkeypatch.setattr(peers, "PEERS", {peer.name: peer for peer in fake_peers} | {"transformers": fake_peers[0]})
-    monkeypatch.setattr(peers, "WARMUP_S", 0.0)
     monkeypatch.setattr(peers, "IDLE_SAMPLE_S", 0.1)
     monkeypatch.setattr(peers, "TRIES", 1)
     monkeypatch.setattr(peers, "COMPARED_TOKENS", 4)
@@ -72,14 +80,57 @@ def test_servers_that_start_are_measured_and_the_others_are_skipped_with_a_reaso
         (name, level) for name in ("one", "two") for level in (1, 2)
     }
     for one in found["rounds"]:
-        assert one["tokens"] > 0 and one["failed"] == 0 and one["input_tokens"] == [8]
+        assert one["tokens"] > 0 and one["failed"] == 0 and one["input_tokens"] == [8] and one["steady"]
         assert all(ttft_s >= 0.002 for ttft_s in one["ttfts_s"]) and one["tokens_per_s"] < one["concurrency"] / 0.002
     assert found["results"]["one"]["alone"] == ["a" * 4] * 8 and found["results"]["two"]["load_s"] > 0
+    assert len(found["compared"]["tokens/s: one, 2"]["values"]) == 1
     assert "code 1: fatal error: no such weights" in found["skipped"]["dying"]
     assert "no-such-program" in found["skipped"]["missing"]
     shown = capsys.readouterr().out
     assert "8 of 8" in shown and "0 of 8" in shown  # the texts of "two" differ from the reference
-    assert "skipped, dying: it ended with code 1" in shown and "one: one's way" in shown
+    assert "skipped, dying: it ended with code 1" in shown and "one: f32 weights; one's way" in shown
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_by_hand_is_measured_and_left_running(monkeypatch, tmp_path, subject):
+    install(monkeypatch, fake_peer("one"))
+    port = peer_servers.free_ports()
+    models = SERVER.replace(
+        "def log_message",
+        """def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b'{"data": [{"id": "theirs"}]}')
+    def log_message""",
+    )
+    with subprocess.Popen([sys.executable, "-c", models, str(port), "b"]) as theirs:
+        try:
+            urls = [f"http://127.0.0.1:{port}", "http://127.0.0.1:9"]
+            wait_for(port)
+            assert peers.run(["one"], plan(subject, levels=(2,)), tmp_path, urls) == 0
+            assert theirs.poll() is None
+        finally:
+            theirs.terminate()
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert {one["peer"] for one in found["rounds"]} == {"one", urls[0]} and "names no model" in found["skipped"][
+        urls[1]
+    ]
+    assert found["compared"][f"tokens/s: {urls[0]}, 2"]["values"][0] > 0
+
+
+def test_ratios_are_to_the_best_peer_of_the_same_round(subject):
+    comparison = peers.Comparison(plan(subject, levels=(8,)), conditions={})
+    for name, speeds in (("Trident, gRPC", (110.0, 90.0)), ("a", (100.0, 30.0)), ("b", (50.0, 60.0))):
+        for n, speed in enumerate(speeds):
+            load = peers.HostLoad(0.9, 0.0, 0.0)
+            one = peers.Round(name, "words", 8, n, speed, 64, [0.1], 0, [8], n == 0, 1.0, 0.1, load)
+            comparison.rounds.append(one)
+        comparison.settings[name] = f"{'int8' if name < 'a' else 'bf16'} weights; its defaults"
+        comparison.results[name] = peers.Result(1.0)
+    found = peers.compared(comparison)
+    assert found["tokens/s of the best peer's: Trident, gRPC, 8"]["values"] == [1.1, 1.5]
+    speed, first = peers.goals(comparison)
+    assert speed[1:] == (1.3, 1.1, True) and first[1] == pytest.approx(1.0)
+    shown = "\n".join(peers._doubts(comparison))
+    assert "no steady state" in shown and "weights of different precision (bf16, int8)" in shown
 
 
 @pytest.mark.slow

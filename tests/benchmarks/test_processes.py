@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,13 @@ def test_a_difference_is_of_times_not_of_memory():
 
 def test_this_process_has_waited_for_a_core_or_not():
     assert processes.waited_s() >= 0.0 and processes.waited_s(-1) == 0.0
+
+
+def test_cpu_is_counted_finer_than_ticks_and_a_process_that_ended_has_none():
+    assert abs(processes.cpu_s(os.getpid()) - time.process_time()) < 0.5
+    seen = {processes.cpu_s(os.getpid()) for _ in range(50)}
+    assert len(seen) > 10
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    with pytest.raises(OSError, match="Invalid argument"):
+        processes.cpu_s(child.pid)

@@ -27,3 +27,12 @@ def test_a_weight_file_can_be_read_back(tmp_path):
     random_model.write_weights(tmp_path / "a.safetensors", {"matrix": (64, 256), "norm": (256,)})
     stored = shards.read_header(tmp_path / "a.safetensors")
     assert 0.1 < stored["matrix"].f32().std() < 0.15 and 0.9 < stored["norm"].f32().mean() < 1.1
+
+
+def test_an_engine_is_named_by_its_name_or_its_checkpoint(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(random_model, "engine", lambda precision="bf16", of=None: built.append(of) or "made")
+    assert random_model.named("demo") == "demo" and not built
+    (tmp_path / "config.json").write_text("{}")
+    assert random_model.named(random_model.NAME) == random_model.named(str(tmp_path)) == "made"
+    assert built == [None, tmp_path]

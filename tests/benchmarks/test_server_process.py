@@ -37,3 +37,17 @@ def test_the_child_command_prints_the_servers_variables_and_waits():
         assert json.loads(line.removeprefix("SERVER "))["TRIDENT_URL"] == "127.0.0.1:7" and child.poll() is None
         child.stdin.close()
         assert child.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_a_measurement_waits_for_an_engine_that_still_loads(tmp_path):
+    burn = (
+        "import sys, time\nwhile time.process_time() < 1: pass\n"  # of its CPU
+        "open(sys.argv[2], 'w').close()\ntime.sleep(60)"
+    )
+    done = tmp_path / "done"
+    command = [sys.executable, "-c", burn, "python_backends.cpu_engine.worker", str(done)]
+    with subprocess.Popen(command) as worker:
+        server_process.wait_for_rest(os.getpid())
+        assert done.exists()
+        worker.kill()

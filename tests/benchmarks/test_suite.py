@@ -1,12 +1,20 @@
 """The comparison of a run with the kept one, and the parts as processes of their own."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import suite
-from benchmarks.suite import PARTS, Figure, Part
+from benchmarks.suite import PARTS, Figure, Part, plan
 from contract.errors import InvalidArgument
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_figure_regresses_when_it_is_worse_by_more_than_the_rounds_differ():
@@ -19,23 +27,49 @@ def test_a_figure_regresses_when_it_is_worse_by_more_than_the_rounds_differ():
     assert not Figure("higher", [96.0]).regressed(Figure("higher", [100.0]))
 
 
-def test_all_parts_fit_into_an_hour_and_the_quick_ones_into_five_minutes():
-    assert sum(part.limit_s for part in PARTS) <= 3600
-    assert 0 < sum(part.quick[1] for part in PARTS if part.quick) <= 300
-    assert len({part.name for part in PARTS}) == len(PARTS)
+def test_every_part_is_planned_within_an_hour_and_names_differ():
+    planned = plan(PARTS, suite.BUDGET_S)
+    assert all(rounds is not None for rounds in planned.values()) and len(planned) == len(PARTS)
+    assert all(rounds >= 2 for part, rounds in zip(PARTS, planned.values(), strict=True) if part.rounds)
+
+
+@given(st.floats(0, 5000), st.booleans(), st.floats(1, 3))
+def test_a_plan_fits_and_leaves_out_only_what_does_not(left_s, quick, slower):
+    planned = plan(PARTS, left_s, quick, slower)
+    took_s = sum(part.estimate_s(planned[part.name], quick) for part in PARTS if planned[part.name] is not None)
+    assert took_s * slower <= left_s + 1e-6
+    for part in PARTS:
+        rounds = planned[part.name]
+        least_s = part.estimate_s(min(part.rounds, 1), quick) * slower
+        assert rounds is not None or least_s > left_s - took_s * slower - 1e-6
+        assert rounds is None or rounds <= part.rounds
+
+
+def test_the_first_parts_get_their_rounds_first():
+    parts = (Part("one", "hops", "", 10.0, 10.0, 3), Part("two", "hops", "", 10.0, 10.0, 3))
+    assert plan(parts, 70.0) == {"one": 3, "two": 2}
+    assert plan(parts, 59.0) == {"one": 2, "two": 1} and plan(parts, 39.0) == {"one": 2, "two": None}
+    assert plan((*parts, Part("more", "hops", "", 5.0, 0.0, 0, extra=True)), 64.0) == {"one": 2, "two": 2, "more": None}
+
+
+def test_half_an_hour_has_every_table_but_the_extras():
+    planned = plan(PARTS, 1800.0 - suite.STOP_S - 2, slower=suite.SLACK)
+    assert all(planned[part.name] for part in PARTS if not part.extra)
+    assert planned["peers-8bit"] == planned["peers-bf16"] == planned["efficiency"] == planned["clients"] == 2
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "BASELINE", tmp_path / "baseline.json")
-    monkeypatch.setattr(suite, "draw", lambda kind, entry: None)
+    monkeypatch.setattr(suite.page, "write", lambda kind, entry: None)
     return tmp_path / "baseline.json"
 
 
-def _done(out, name, values, better="lower"):
+def _done(out, name, values, better="lower", **noted):
     folder = out / name
     folder.mkdir(parents=True)
     (folder / "hops.json").write_text(json.dumps({"compared": {"µs: x": {"better": better, "values": values}}}))
+    (folder / "done.json").write_text(json.dumps(noted))
 
 
 def test_a_regression_is_told_and_fails_the_run(kept, tmp_path, capsys):
@@ -45,9 +79,14 @@ def test_a_regression_is_told_and_fails_the_run(kept, tmp_path, capsys):
     assert len(json.loads(kept.read_text())) == 1
     _done(tmp_path / "second", "one", [20.0, 20.5])
     assert suite.run([], False, False, tmp_path / "second", parts) == 3
-    assert "WORSE" in capsys.readouterr().out
+    assert "-98% WORSE" in capsys.readouterr().out
     written = json.loads((tmp_path / "second" / "all.json").read_text())
     assert written["regressed"] == ["one: µs: x"] and not written["failed"]
+    (tmp_path / "second" / "one" / "hops.json").write_text(
+        json.dumps({"compared": {"µs: y": {"better": "lower", "values": [1.0]}}})
+    )
+    assert suite.run([], False, False, tmp_path / "second", parts) == 0
+    assert "not measured" in capsys.readouterr().out
 
 
 def test_an_unknown_part_is_refused_by_name(kept, tmp_path):
@@ -55,20 +94,96 @@ def test_an_unknown_part_is_refused_by_name(kept, tmp_path):
         suite.run(["two"], False, False, tmp_path, (Part("one", "hops", "", 5.0),))
 
 
+def test_what_others_disturbed_is_no_regression_and_is_not_kept(kept, tmp_path, capsys):
+    parts = (Part("one", "hops", "", 5.0),)
+    for name, values, others in (("first", [10.0], 0.0), ("second", [20.0], 0.5), ("third", [20.0], 0.0)):
+        _done(tmp_path / name, "one", values, others=others)
+    assert suite.run([], False, True, tmp_path / "first", parts) == 0
+    assert suite.run([], False, True, tmp_path / "second", parts) == 0
+    assert "WORSE, others 50%" in (shown := capsys.readouterr().out) and "not kept: one: others used 50%" in shown
+    [machine] = json.loads(kept.read_text()).values()
+    assert machine["one"]["figures"]["µs: x"]["values"] == [10.0]
+    # Without a sound one it is kept and marked, and nothing regresses from it.
+    kept.unlink()
+    assert suite.run([], False, True, tmp_path / "second", parts) == 0
+    [machine] = json.loads(kept.read_text()).values()
+    assert machine["one"]["others"] == 0.5
+    assert suite.run([], False, False, tmp_path / "third", parts) == 0
+
+
+def test_what_is_left_out_is_told_with_its_reason(kept, tmp_path, capsys):
+    parts = (Part("real", "hops", "--engine {model}", 5.0), Part("long", "hops", "", 60.0, 60.0, 3))
+    assert suite.run([], False, False, tmp_path, parts, budget_s=9.9) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "left out: real: needs --model FOLDER" in shown and "left out: long: needs about 125 s, 9 s are left" in shown
+    )
+    assert set(json.loads((tmp_path / "all.json").read_text())["left_out"]) == {"real", "long"}
+
+
+def test_options_of_a_part_name_the_model_and_a_quick_run_replaces_some(tmp_path):
+    part = Part("p", "peers", "--model {model} --duration 4", 5.0, 5.0, 2, "--duration 1")
+    words = part.command(2, True, "/a folder", tmp_path)
+    assert words[3:] == [
+        *"peers --model".split(),
+        "/a folder",
+        *"--duration 4 --duration 1 --rounds 2".split(),
+        "--out",
+    ] + [str(tmp_path / "p")]
+
+
+# A part in a process of its own: writes its figures, then waits to be ended.
+SLOW = """
+import json, pathlib, sys, time
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(exist_ok=True)
+(out / "hops.json").write_text(json.dumps({"compared": {"s: x": {"better": "lower", "values": [1.0]}}}))
+time.sleep(60)
+"""
+
+
 @pytest.mark.slow
-def test_a_part_that_fails_or_takes_too_long_is_told(kept, tmp_path, capsys):
-    parts = (Part("wrong", "hops", "--engine none-such", 60.0), Part("late", "hops", "--engine demo", 0.3))
-    assert suite.run([], False, False, tmp_path, parts) == 1
-    failed = json.loads((tmp_path / "all.json").read_text())["failed"]
-    assert failed["wrong"] == "ended with code 1" and failed["late"].startswith("took more than 0.3 s")
+def test_a_part_that_fails_or_takes_too_long_is_told_and_its_figures_count(kept, tmp_path, monkeypatch):
+    def command(part, rounds, quick, model, out):
+        return [
+            sys.executable,
+            "-c",
+            SLOW if part.name == "late" else "raise SystemExit(1)",
+            "--out",
+            str(out / part.name),
+        ]
+
+    monkeypatch.setattr(Part, "command", command)
+    parts = (Part("wrong", "hops", "", 0.0), Part("late", "hops", "", 0.0))
+    assert suite.run([], False, True, tmp_path, parts, budget_s=3.0) == 1
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert written["failed"]["wrong"] == "ended with code 1" and "was ended after" in written["failed"]["late"]
+    [machine] = json.loads(kept.read_text()).values()
+    assert list(machine) == ["late"] and machine["late"]["notes"] == [written["failed"]["late"]]
+    # What did not finish is done again; without another failure the run has not failed.
+    assert suite.run(["late"], False, False, tmp_path, parts, budget_s=1.0) == 0
 
 
-def test_the_page_has_a_plot_for_each_group(tmp_path):
-    pytest.importorskip("matplotlib")
-    figures = {"hops: CPU, µs: a": {"better": "lower", "values": [1.0, 2.0]}}
-    figures["hops: CPU, µs: b"] = {"better": "lower", "values": [3.0]}
-    entry = {"when": "2026-11-23", "commit": "abc", "load": "0.1", "figures": figures}
-    suite.draw("a machine", entry, tmp_path / "performance.md")
-    page = (tmp_path / "performance.md").read_text()
-    [plot] = (tmp_path / "performance").iterdir()
-    assert f"performance/{plot.name}" in page and plot.stat().st_size < 40_000
+# A process of its own, since the interrupt would end the tests' too.
+INTERRUPTED = """
+import pathlib, sys
+from benchmarks import suite
+from benchmarks.suite import Part
+folder, program = pathlib.Path(sys.argv[1]), sys.argv[2]
+suite.BASELINE, suite.page.write = folder / "baseline.json", lambda kind, entry: None
+Part.command = lambda part, rounds, quick, model, out: [sys.executable, "-c", program, "--out", str(out / part.name)]
+parts = (Part("one", "hops", "", 0.0), Part("two", "hops", "", 0.0))
+sys.exit(suite.run([], False, False, folder, parts, budget_s=60.0))
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(tmp_path):
+    interrupt = "import os, signal; os.kill(os.getppid(), signal.SIGINT)\n"
+    program = SLOW.replace("time.sleep(60)", f"{interrupt}time.sleep(60)")
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert done.returncode == 130, done.stderr
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert list(written["parts"]) == ["one"] and written["left_out"] == {"two": "interrupted"}
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path / "one") in (one.info["cmdline"] or [])]

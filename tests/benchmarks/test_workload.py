@@ -68,7 +68,7 @@ TOKENIZERS: dict = {}
     [
         ({}, "concurrency: exactly one of"),
         ({"concurrency": 1, "arrivals": Poisson(1)}, "concurrency: exactly one of"),
-        ({"concurrency": 0}, "concurrency: must be a whole number from 1, got 0"),
+        ({"concurrency": 0}, "concurrency: must be a whole number from 1 to "),
         ({"concurrency": 1, "cancel_fraction": 1.5}, "cancel_fraction: must be between 0 and 1, got 1.5"),
         ({"concurrency": 1, "prefix_groups": 2}, "prefix_groups: .*must be set together"),
     ],

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import openvino_genai as genai
 import pytest
 
 from build import engine
 from build.base import host, layout, shape
+from build.base.checkpoint import open_checkpoint
 from build.package import plan
 from build.recipe import memory, schema
 from build.recipe import recipe as recipes
@@ -194,6 +196,19 @@ def test_a_given_model_gets_int8_and_limits_of_its_own(checkpoint):
     assert made.kv_cache_tokens >= made.max_seq_len
     assert engine.recipe_for("mine", str(checkpoint), "int4").precision == "int4"
     assert engine.recipe_for("mine", str(checkpoint), None).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("layers", "exported", "drafts"), [(2, False, False), (30, False, True), (30, True, False), (300, False, False)]
+)
+def test_a_given_model_drafts_by_prompt_lookup_where_its_weights_twice_are_little(
+    checkpoint, monkeypatch, layers, exported, drafts
+):
+    arch = open_checkpoint(checkpoint).architecture
+    given = dataclasses.replace(arch, hidden_size=576, intermediate_size=1536, num_layers=layers, exported=exported)
+    monkeypatch.setattr(engine, "open_checkpoint", lambda folder, **_: SimpleNamespace(architecture=given))
+    made = engine.recipe_for(None, str(checkpoint), None).speculative_decoding
+    assert (made is not None and made.mode == "prompt_lookup") == drafts
 
 
 def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkpoint, tmp_path, monkeypatch):

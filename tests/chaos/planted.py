@@ -21,6 +21,81 @@ def leaked_permit() -> None:
     Permit.settle = leaking
 
 
+def leaked_permit_on_leaving() -> None:
+    """A permit is not settled when its caller has left."""
+    from contract.errors import Cancelled
+    from gateway.choices import Choices
+
+    ended = Choices._ended
+
+    def leaking(self, index: int) -> None:
+        if not isinstance(self.generations[index].error, Cancelled):
+            ended(self, index)
+
+    Choices._ended = leaking
+
+
+def leaked_slot_on_leaving() -> None:
+    """A slot is not given back when its caller has left before the stream's end."""
+    from gateway.generation import Generation
+
+    close = Generation.close
+
+    def leaking(self, error=None) -> None:
+        if not self.finish_reason and not self._closed:
+            self._turn.release = self._permit.ticket.claims[-1].close = lambda *_: None
+        close(self, error)
+
+    Generation.close = leaking
+
+
+def unnoticed_leaving() -> None:
+    """A caller over HTTP that leaves is served to the end."""
+    from gateway.api.response_stream import ResponseStream
+
+    ResponseStream._on_disconnect = lambda *_: None
+
+
+def repeated_end() -> None:
+    """An event stream tells its end twice."""
+    from gateway.api.sse import EventEncoder
+
+    encode = EventEncoder.encode
+
+    def repeating(self, item) -> bytes:
+        again = b""
+        if item.delta.finish_reason:
+            again = encode(self, item._replace(delta=dataclasses.replace(item.delta, text="")))
+        return encode(self, item) + again
+
+    EventEncoder.encode = repeating
+
+
+def repeated_message() -> None:
+    """The last message of a stream comes twice, in both protocols."""
+    from gateway.generation import Generation
+
+    read = Generation.__anext__
+
+    async def repeating(self):
+        if (last := self.__dict__.pop("last", None)) is not None:
+            return last
+        delta = await read(self)
+        if delta.finish_reason:
+            self.last = delta
+        return delta
+
+    Generation.__anext__ = repeating
+
+
+def doubled_charge() -> None:
+    """Every fifth request is charged twice its tokens."""
+    from gateway.admission.fair_admission import _Ticket
+
+    close, count = _Ticket.close, itertools.count(1)
+    _Ticket.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
+
+
 def _with_text(change) -> None:
     """Change the text of every hundredth delta that the gateway reads from a replica."""
     from clients.wire.response_reader import ResponseReader
@@ -51,7 +126,10 @@ def ignored_floor() -> None:
     scaler.decide = lambda rules, *rest: decide(rules.model_copy(update={"min_replicas": 0}), *rest)
 
 
-DEFECTS = {plant.__name__: plant for plant in (leaked_permit, lost_token, doubled_token, ignored_floor)}
+_LEAVING = (leaked_permit_on_leaving, leaked_slot_on_leaving, unnoticed_leaving)
+_TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
+_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_floor)
+DEFECTS = {plant.__name__: plant for plant in _PLANTS}
 
 if __name__ == "__main__":
     defects, program, *arguments = sys.argv[1:]

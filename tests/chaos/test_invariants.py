@@ -6,7 +6,7 @@ import pytest
 
 from chaos import invariants
 from chaos.invariants import Happened, Record, check
-from chaos.load import CUT, LATE, PROMPTS, Outcome
+from chaos.load import CUT, LATE, LEFT, PROMPTS, Outcome
 from chaos.scenario import Fault
 from contract.prometheus import parse
 
@@ -83,6 +83,31 @@ def test_budgets_are_exact_but_for_streams_that_broke():
     kill = [(5.5, "kill.worker", "gateway-1")]
     assert violated(record(one, broken, budgets=(used, 20.0), faults=kill)) == set()
     assert violated(record(outcome(CAPPED), outcome(CAPPED), budgets=(0.0, 0.0), admitted=1)) == {"budgets"}
+
+
+def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
+    beginning, most = EXPECTED[METERED.text][:3], len(METERED.text) + METERED.max_tokens
+    one = outcome(METERED, error=LEFT, text=beginning, ends=0, received=1, tokens=(3, 2))
+    assert check(record(one, budgets=(5.0, 0.0), samples=[])) == []
+    assert violated(record(one, budgets=(12.0, 0.0))) == {"budgets"}
+    assert violated(record(one, budgets=(0.0, 5.0))) == {"budgets"}  # its permit leaked
+    assert violated(record(dataclasses.replace(one, tokens=(3, 0)), budgets=(3.0, 0.0))) == {"budgets"}
+    assert violated(record(dataclasses.replace(one, text="else"), budgets=(5.0, 0.0))) == {"bytes"}
+    assert violated(record(dataclasses.replace(one, tokens=None), budgets=(float(most), 0.0))) == set()
+
+
+def test_the_engine_is_freed_when_callers_leave():
+    left = [outcome(error=LEFT, text="", ends=0, received=1, tokens=(3, 2))] * 4
+    served = [dataclasses.replace(left[0], tokens=(3, PLAIN.max_tokens))]
+    engine = [parse(f'trident_requests_total{{finish_reason="cancelled"}} {count}') for count in (7, 0, 1, 2)]
+    samples = [(float(at), WELL | {"replica-1": page}) for at, page in enumerate(engine)]  # it starts again after the 7
+    assert violated(record(*left, samples=samples)) == set()
+    assert violated(record(*left, samples=samples[:3])) == {"frees"}
+    assert violated(record(*left, *served, samples=samples)) == set()
+    assert violated(record(*left[:1], *served * 3, samples=samples)) == {"frees"}
+    others = [dataclasses.replace(one, protocol="grpc") for one in left]
+    assert violated(record(*others, *served * 2, samples=samples)) == {"frees"}
+    assert "frees" not in violated(record(*left, samples=samples[:3], faults=[(1.0, "kill.engine", "replica-1")]))
 
 
 def test_what_is_left_over_is_named():

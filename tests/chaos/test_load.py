@@ -1,5 +1,6 @@
 """How streams end, as the load reads them."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -7,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from chaos.load import CUT, PROMPTS, TENANTS, Load, Outcome
+from chaos.load import CUT, LEFT, PROMPTS, TENANTS, Load, Outcome
 from server import ports
 
 BEGIN = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
@@ -28,7 +29,8 @@ def test_no_two_tenants_share_a_prompt():
         (BEGIN + END + DONE, "", 1, "ab", ""),
         (BEGIN + FAILED + DONE, "Unavailable", 1, "a", ""),
         (BEGIN + END + BEGIN + DONE, "", 1, "aba", "a"),
-        (BEGIN + END + END + DONE, "", 2, "abb", "b"),
+        (BEGIN + END + END + DONE, "", 3, "abb", "b"),
+        (BEGIN + END + b'data: {"choices": [], %b}\n\n' % USAGE + DONE, "", 2, "ab", ""),
         (BEGIN, CUT, 0, "a", ""),
         (BEGIN + END, CUT, 1, "ab", ""),
         (BEGIN + END + DONE + BEGIN, "Malformed", 1, "ab", ""),
@@ -38,6 +40,30 @@ async def test_an_event_stream_is_read_to_its_last_byte(body: bytes, error: str,
     [outcome] = await sent_to(lambda: web.Response(body=body))
     assert (outcome.error, outcome.ends, outcome.text, outcome.late_text) == (error, ends, text, late_text)
     assert outcome.tokens == ((3, 2) if END in body else None)
+
+
+@pytest.mark.parametrize(("leaves", "text"), [(1, "a"), (0, "")])
+async def test_a_caller_leaves_after_a_text_or_at_once(leaves: int, text: str):
+    gone = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        try:
+            if leaves:
+                await response.prepare(request)
+                await response.write(BEGIN)
+            await asyncio.sleep(60)
+        finally:
+            gone.set()
+        return response
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", handle)
+    async with serving(application) as load, aiohttp.ClientSession() as session:
+        await load._send(Outcome(PROMPTS[0], "http", "one", 0.0, leaves=leaves), session)
+        await asyncio.wait_for(gone.wait(), 30)
+    [outcome] = load.outcomes
+    assert (outcome.error, outcome.text, outcome.received, outcome.ends) == (LEFT, text, len(text), 0)
 
 
 async def test_a_status_is_the_error_of_its_class_and_no_server_is_a_cut():
@@ -66,7 +92,7 @@ async def sent_to(answer) -> list[Outcome]:
 
 @contextlib.asynccontextmanager
 async def serving(application: web.Application) -> AsyncIterator[Load]:
-    runner = web.AppRunner(application)
+    runner = web.AppRunner(application, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -39,6 +39,11 @@ def test_a_hundred_seeds_have_every_kind_and_pairs():
         ("at 99 kill.engine replica-1", "within the duration of 25 s"),
         ("rate 0", "0.1 to 100 requests"),
         ("duration nan", "1 to 600 seconds"),
+        ("duration 900", "got 900 and 5"),
+        ("seed nan", "line 1: must be seed N"),
+        ("seed 1.5", "line 1: must be seed N"),
+        ("at 3 stop.redis redis for 0", "must be above 0"),
+        ("at 3 stop.redis redis for -1", "must be above 0"),
     ],
 )
 def test_a_wrong_line_is_named(line: str, problem: str):
@@ -53,3 +58,6 @@ def test_faults_are_in_the_order_of_their_moments(tmp_path):
     assert [fault.at_s for fault in scenario.read(path).faults] == [3, 5]
     with pytest.raises(InvalidArgument, match="SCENARIO: must be a file that can be read"):
         scenario.read(tmp_path / "none")
+    path.write_bytes(b"\xff")
+    with pytest.raises(InvalidArgument, match="SCENARIO: must be text in UTF-8"):
+        scenario.read(path)

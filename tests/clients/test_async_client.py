@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from clients import AsyncClient
+from clients import NO_RETRY, AsyncClient, BalancedClient
 from clients.wire.status import Model
 from contract.errors import InvalidArgument, NotFound, Unavailable
 from contract.generation import GenerationRequest
+from tests.fakes.replica import FakeReplica
 
 
 async def test_every_call_carries_an_id_and_a_trace_context_and_what_the_caller_adds(replica) -> None:
@@ -91,3 +92,59 @@ async def test_text_that_utf8_cannot_hold_is_refused_by_name(replica) -> None:
         with pytest.raises(InvalidArgument, match="stop_words: lone surrogate"):
             await client.complete("x", stop="\udc00")
     assert not replica.seen
+
+
+async def learnt(client, replica) -> None:
+    """A first stream, beside which the client asks, until it has the answer."""
+    asked = replica.counts.health_checks
+    await client.generate("x", max_tokens=1).complete()
+    while replica.counts.health_checks == asked:
+        await asyncio.sleep(0.005)
+    await client.model_ready("engine")  # answered later, over the same connection
+
+
+async def test_streams_go_to_the_packed_ensemble_once_the_server_has_said_that_it_has_it(replica) -> None:
+    replica.packed = True
+    async with AsyncClient(replica.url, retry=NO_RETRY) as client:
+        await learnt(client, replica)
+        replica.seen.clear()
+        asked = replica.counts.health_checks
+        for stream in (True, False):
+            whole = await client.generate("p q", max_tokens=3, stream=stream).complete()
+            assert whole.text == " p q p" and whole.usage is not None and whole.usage.output_tokens == 3
+        assert [seen.model for seen in replica.seen] == ["ensemble_packed", "ensemble"]
+        assert replica.counts.health_checks == asked
+    async with AsyncClient(replica.url, model="ensemble") as client:
+        replica.seen.clear()
+        for _ in range(3):
+            await client.generate("x", max_tokens=1).complete()
+        assert [seen.model for seen in replica.seen] == ["ensemble"] * 3
+        assert replica.counts.health_checks == asked
+
+
+async def test_a_server_that_lost_the_packed_ensemble_serves_the_request_once(replica) -> None:
+    replica.packed = True
+    async with AsyncClient(replica.url, retry=NO_RETRY) as client:
+        await learnt(client, replica)
+        replica.packed, started = False, replica.counts.started
+        replica.seen.clear()
+        stream = client.generate("p q", max_tokens=2)
+        assert (await stream.complete()).text == " p q"
+        await client.generate("x", max_tokens=1).complete()
+        assert [seen.model for seen in replica.seen] == ["ensemble_packed", "ensemble", "ensemble"]
+        assert replica.counts.started == started + 2
+
+
+async def test_a_client_that_is_closed_while_it_asks_leaves_nothing(threaded_replica) -> None:
+    client = AsyncClient(threaded_replica.url, retry=NO_RETRY)
+    stream = client.generate("x", max_tokens=1)
+    await anext(aiter(stream))
+    await client.close()
+    assert not [task for task in asyncio.all_tasks() if "AsyncChannel._ask" in repr(task)]
+
+
+async def test_each_replica_of_a_set_is_asked_for_itself(replica) -> None:
+    async with FakeReplica(packed=True) as packed, BalancedClient([replica.url, packed.url]) as client:
+        while not {seen.model for seen in packed.seen} >= {"ensemble_packed"}:
+            await client.generate("x", max_tokens=1).complete()
+        assert {seen.model for seen in replica.seen} <= {"ensemble"}

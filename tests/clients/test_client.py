@@ -231,3 +231,20 @@ def test_text_that_utf8_cannot_hold_is_refused_by_name(threaded_replica) -> None
             stream.complete()
         with pytest.raises(StopIteration):
             next(stream)
+
+
+def test_streams_take_the_packed_ensemble_while_the_server_has_it(threaded_replica) -> None:
+    threaded_replica.packed = True
+    with Client(threaded_replica.url, retry=NO_RETRY) as client:
+        while "ensemble_packed" not in {seen.model for seen in threaded_replica.seen}:
+            assert client.generate("p q", max_tokens=2).complete().text == " p q"
+        assert threaded_replica.counts.health_checks == 1
+        client.complete("x", max_tokens=1)
+        assert threaded_replica.seen[-1].model == "ensemble"
+        threaded_replica.packed, started = False, threaded_replica.counts.started
+        threaded_replica.seen.clear()
+        assert [client.generate("p q", max_tokens=2).complete().text for _ in range(2)] == [" p q"] * 2
+        assert [seen.model for seen in threaded_replica.seen] == ["ensemble_packed", "ensemble", "ensemble"]
+        assert threaded_replica.counts.started == started + 2
+    with Client(threaded_replica.url, model="ensemble_packed") as client, pytest.raises(NotFound):
+        client.generate("x", max_tokens=1).complete()

@@ -26,6 +26,12 @@ def test_an_unknown_name_or_a_bad_value_is_refused(text: str):
         failpoint.parse(text)
 
 
+def test_a_program_does_not_start_with_an_unknown_name():
+    environ = os.environ | {"TRIDENT_FAILPOINTS": "engine.stop"}
+    found = subprocess.run([sys.executable, "-c", "import contract.failpoint"], env=environ, capture_output=True)
+    assert found.returncode == 1 and found.stderr.startswith(b"error: TRIDENT_FAILPOINTS: must be NAME=NUMBER@FILE")
+
+
 def test_a_fault_is_there_while_its_file_exists(tmp_path, monkeypatch):
     file = tmp_path / "armed"
     monkeypatch.setattr(failpoint, "_ARMED", failpoint.parse(f"disk.full@{file},metrics.lie=7,disk.slow=0"))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
-from contract.generation import INT32_MAX, UINT64_MAX, FinishReason, GenerationRequest, SamplingParams
+from contract.generation import INT32_MAX, UINT64_MAX, FinishReason, GenerationRequest, SamplingParams, changed
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -109,3 +109,10 @@ def test_valid_things_cannot_be_changed_afterwards():
 def test_finish_reasons_are_their_wire_form():
     assert [reason.value for reason in FinishReason] == ["stop", "length", "cancelled", "error"]
     assert FinishReason("stop") is FinishReason.STOP
+
+
+def test_a_changed_copy_is_what_replace_makes():
+    request = GenerationRequest(text_input="a", max_tokens=7, stop=("x",))
+    fields = {"timeout_s": 2.0, "request_id": "b"}
+    assert changed(request, **fields) == dataclasses.replace(request, **fields) != request
+    assert changed(request) == request and request.timeout_s is None

@@ -55,11 +55,76 @@ def test_fit_never_has_a_negative_term(measured):
 @settings(max_examples=10)
 @given(models())
 def test_fit_finds_the_seconds_of_a_model_from_its_own_steps(model):
-    steps = [(n, n * c, p) for n in (1, 4, 8, 16, 64) for c in (32, 900) for p in (0, 64, 400)]
+    steps = [(n, n * c, p) for n in (1, 4, 8, 16, 64) for c in (32, 900) for p in (0, 64, 150, 400)]
     terms, _, p95 = step_model.fit([Point(*step, model.seconds(*step)) for step in steps])
     assert p95 < 0.1
     found = dataclasses.replace(model, **terms)
     assert found.seconds(32, 32 * 500, 100) == pytest.approx(model.seconds(32, 32 * 500, 100), rel=0.01)
+
+
+CORES = dataclasses.replace(
+    SOME, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001, gateway_burst_cpu_s=0.001, gateway_message_cpu_s=0.0014
+)
+
+
+@settings(max_examples=30)
+@given(models(), st.integers(1, 512), counts)
+def test_tokens_of_short_steps_are_sent_together(model, sequences, context):
+    model = dataclasses.replace(model, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001)
+    own_s, sent_s = model.engine_s(sequences, context, 0), model.sent_s(sequences)
+    step_s = model.seconds(sequences, context, 0)
+    window_s = max(0.004, min(0.018, sequences * 0.0011), sequences * 0.0011 / 2)
+    assert sent_s == pytest.approx(0.0005 + sequences * 0.0005)
+    assert step_s == pytest.approx(own_s + sent_s / max(1.0, window_s / step_s + step_model._PART))
+    assert model.seconds(0, 0, 64) == model.engine_s(0, 0, 64)
+
+
+def test_a_gateway_on_the_machine_makes_steps_longer():
+    assert CORES.behind_gateway.seconds(8, 100, 0) > CORES.seconds(8, 100, 0) > SOME.seconds(8, 100, 0)
+
+
+def test_what_a_server_exports_makes_the_same_steps():
+    for model in (SOME, CORES):
+        again = StepModel.of_exported("b" * 64, model.exported)
+        assert again.seconds(8, 300, 20) == pytest.approx(model.seconds(8, 300, 20))
+        assert again.manifest_sha256 == "b" * 64 and not again.estimated
+
+
+def test_sending_is_fitted_apart_from_the_engine():
+    steps = [(n, n * c, p) for n in (1, 4, 8, 16, 64) for c in (32, 900) for p in (0, 64, 400)]
+    points = [Point(*step, CORES.seconds(*step)) for step in steps]
+    sent_s = [point.seconds - CORES.engine_s(*step) for point, step in zip(points, steps, strict=True)]
+    terms, _, p95 = step_model.fit(points, sent_s)
+    assert p95 < 0.1 and terms["sequence_s"] == pytest.approx(CORES.sequence_s, rel=0.01)
+
+
+def test_steps_with_drafts_are_fitted_apart_from_those_without():
+    drafting = dataclasses.replace(SOME, draft_s=0.001, draft_token_s=0.0005)
+    work = [(n, n * c, p, 0) for n in (1, 2, 4, 16) for c in (32, 900) for p in (0, 64)]
+    work += [(n, n * 64, 0, drafts) for n, drafts in ((1, 8), (2, 11), (4, 17))]
+    steps = [Point(*one[:3], drafting.seconds(*one), one[3]) for one in work]
+    terms, _, p95 = step_model.fit(steps)
+    assert p95 < 0.1 and terms["draft_token_s"] == pytest.approx(0.0005, rel=0.01)
+
+
+@settings(max_examples=30)
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 16))
+def test_tokens_of_a_step_follow_the_acceptance(one, other, drafts):
+    low, high = sorted((one, other))
+    made = step_model.tokens_per_step(low, drafts)
+    assert 1 <= made <= step_model.tokens_per_step(high, drafts) <= drafts + 1
+    assert step_model.tokens_per_step(low, 0) == 1
+
+
+def test_acceptance_is_given_where_the_engine_drafts_and_nowhere_else():
+    drafting = dataclasses.replace(SOME, draft_tokens=8, acceptance=((0.5,),))
+    assert drafting.of_texts((), "acceptance") == drafting and SOME.of_texts((), "acceptance") == SOME
+    assert drafting.of_texts(((0.7,), (0.9,)), "acceptance").acceptance == ((0.7,), (0.9,))
+    assert 1 < drafting.tokens_per_step < 2 and SOME.tokens_per_step == 1
+    with pytest.raises(InvalidArgument, match=r"pools.a: must be left out: the engine does not draft, got \[\[0.5\]\]"):
+        SOME.of_texts(((0.5,),), "pools.a")
+    with pytest.raises(InvalidArgument, match=r"acceptance: must be given, got \[\]"):
+        dataclasses.replace(SOME, draft_tokens=8).of_texts((), "acceptance")
 
 
 def test_fit_refuses_what_tells_nothing():
@@ -97,7 +162,8 @@ def engine(tmp_path, **changes):
 
 
 def test_a_model_is_read_as_it_was_written(tmp_path):
-    assert step_model.load(SOME.save(tmp_path)) == SOME and not SOME.estimated
+    for model in (SOME, dataclasses.replace(SOME, draft_tokens=8, acceptance=((0.25, 1.0), (0.75,)))):
+        assert step_model.load(model.save(tmp_path)) == model and not model.estimated
     engine(tmp_path)
     assert step_model.of_engine(tmp_path).step_s == SOME.step_s
 
@@ -135,7 +201,14 @@ def test_an_engine_without_a_model_says_how_to_get_one(tmp_path):
         ({"machine": 2}, "machine: must be a text, got 2"),
         ({"source": "guessed"}, "source: must be one of measured, published, roofline, got 'guessed'"),
         ({"manifest_sha256": "abc"}, "manifest_sha256: must be 64 hex digits or empty, got 'abc'"),
-        ({"format": 2}, "format: must be 1, got 2"),
+        ({"format": 3}, "format: must be 4, got 3"),
+        ({"acceptance": "all"}, "acceptance: must be a list of numbers for each text, got 'all'"),
+        ({"acceptance": ["all"]}, "acceptance: must be a number, got 'all'"),
+        (
+            {"acceptance": [0.5, [0.5, 1.5]]},
+            r"acceptance: must be 1 to 5 numbers from 0 to 1 for each text, got \[0.5, 1.5\]",
+        ),
+        ({"acceptance": [[]]}, r"acceptance: must be 1 to 5 numbers from 0 to 1 for each text, got \[\]"),
         ({"speed": 1.0}, "speed: is no field of a step model"),
         ({"made": None}, "made: must be a text"),
         ({"step_s": 0, "sequence_s": 0, "first_sequence_s": 0}, "step_s: or sequence_s must be above 0"),

@@ -5,7 +5,7 @@ import pytest
 from contract import tensors
 
 TABLES = {name: value for name, value in vars(tensors).items() if name.endswith(("_INPUTS", "_OUTPUTS"))}
-DATATYPES = {"BYTES", "BOOL", "INT32", "INT64", "UINT64", "FP32"}
+DATATYPES = {"BYTES", "BOOL", "INT32", "INT64", "UINT64", "UINT8", "FP32"}
 
 
 def test_there_are_two_contracts_with_two_sides_each():

@@ -34,7 +34,7 @@ async def test_every_form_of_request_streams_through_envoy_and_is_charged(replic
 
 
 async def over_grpc(url: str) -> str:
-    async with AsyncClient(url) as client:
+    async with AsyncClient(url, model="ensemble_packed") as client:
         return (await client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0, ignore_eos=True).complete()).text
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import urllib.error
 import urllib.request
+from dataclasses import astuple
 
 import numpy as np
 import openvino as ov
@@ -14,13 +16,17 @@ import pytest
 import tritonclient.grpc as sync_triton
 import tritonclient.grpc.aio as triton
 import tritonclient.http as http_triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton_requests import Answer, ask, metric, responses, take, tensor
 
-from clients import NO_RETRY, AsyncClient
+from clients import NO_RETRY, AsyncClient, Client
+from clients.wire.completion import join
 from clients.wire.request import build
 from contract import manifest as manifests
 from contract import packed_delta
-from contract.errors import InvalidArgument
+from contract.errors import TridentError
+from contract.generation import Guide
 from python_backends.cpu_engine.pipeline import open_pipeline
 from tests.end_to_end.watching import PATIENCE_S, TRIES, ended, halted, idle, requests, until, until_idle
 
@@ -222,31 +228,76 @@ async def test_an_unknown_input_is_refused_by_name(client):
     assert "colour" in answer.error
 
 
-async def test_the_packed_ensemble_says_what_the_ensemble_says(replica):
-    """Texts, ids, log probabilities, reasons and counts, whatever increments they come in."""
-    requests_made = (
-        {"max_tokens": 40, "ignore_eos": True},
-        {"max_tokens": 24, "log_probs": True, "top_log_probs": 3},
-        {"max_tokens": 40, "stop": ("return",)},
-        {"max_tokens": 3, "echo": True, "ignore_eos": True},
-        {"max_tokens": 20, "temperature": 0.9, "seed": 7},
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+PROMPTS = (
+    {"prompt": PROMPT},
+    {"prompt": "naïve 'ünïcode' 例え"},
+    {"messages": [{"role": "user", "content": "What does abs do?"}]},
+    {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS},
+    {"input_ids": (40, 41, 42, 300)},
+    {"prompt": "x = " * 40, "truncate_prompt_tokens": 9},
+    {"prompt": PROMPT, "echo": True},
+    {"prompt": PROMPT, "echo": True, "log_probs": True, "prompt_log_probs": True, "top_log_probs": 2},
+    {"prompt": PROMPT, "continue_ids": (40, 41)},
+    {"prompt": ""},  # an error, as in the next ones
+    {"prompt": PROMPT, "adapter": "nobody"},
+    {"input_ids": (10**6,)},
+)
+OPTIONS = st.fixed_dictionaries(
+    {"max_tokens": st.sampled_from([1, 2, 12, 12, 12, 24, 10**6])},
+    optional={
+        "temperature": st.sampled_from([0.7, 1.3]),
+        "top_k": st.sampled_from([2, 40]),
+        "repetition_penalty": st.just(1.2),
+        "stop": st.sampled_from([("e",), ("return", "\n\n"), ("n(", "if")]),
+        "stop_token_ids": st.just(tuple(range(20, 200, 7))),
+        "min_tokens": st.just(6),
+        "ignore_eos": st.just(True),
+        "skip_special_tokens": st.just(False),
+        "log_probs": st.just(True),
+        "top_log_probs": st.sampled_from([1, 5]),
+        "guide": st.sampled_from([Guide("regex", "[0-9]{3,9}"), Guide("json"), Guide("regex", "(")]),
+        "bad_words": st.just(("return",)),
+    },
+)
+
+
+def answered(client: Client, arguments: dict) -> tuple[tuple, list[float]]:
+    """All that a caller gets of one stream, whatever increments it came in, and its log probabilities.
+
+    The last bits of those depend on how many threads of the engine had a core. Of the times, only that they are there.
+    """
+    try:
+        stream = client.generate(**{"temperature": 0.0, "seed": 7} | arguments, timings=True)
+        deltas = list(stream)
+    except TridentError as error:
+        return (type(error), str(error).replace("ensemble_packed", "ensemble")), []
+    whole = join(deltas, stream.request_id)
+    if (timings := whole.timings) is not None:
+        times = astuple(timings)
+        assert 0 not in times and list(times[:4]) == sorted(times[:4])
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    numbers = [*whole.log_probs, *(value for position in whole.top_log_probs for _, value in position)]
+    likeliest = [[id for id, _ in position] for position in whole.top_log_probs]
+    plain = dataclasses.replace(
+        whole, timings=None, request_id="", ttft_s=None, total_s=0.0, log_probs=(), top_log_probs=()
     )
-    whole = []
-    for model in ("ensemble", packed_delta.MODEL):
-        async with AsyncClient(replica.grpc_url, model=model, retry=NO_RETRY) as client:
-            for arguments in requests_made:
-                request = build(PROMPT, **{"temperature": 0.0} | arguments)
-                deltas = [delta async for delta in client.open(request, timings=True)]
-                last, parts = deltas[-1], [(d.text, d.token_ids, d.log_probs, d.top_log_probs) for d in deltas]
-                texts, *numbers = zip(*parts, strict=True)
-                assert last.timings is not None and last.timings.detokenized_ns >= last.timings.last_token_ns
-                joined = ("".join(texts), *(sum(each, ()) for each in numbers))
-                # Not the cached tokens: they depend on what was asked before.
-                whole.append((*joined, last.finish_reason, last.stop_reason, last.usage.output_tokens))
-            with pytest.raises(InvalidArgument, match="max_tokens"):
-                [_ async for _ in client.open(build(PROMPT, max_tokens=10**6))]
-    count = len(requests_made)
-    assert whole[:count] == whole[count:]
+    return (plain, timings is None, likeliest, max(delta.prompt_ids for delta in deltas), stream.tokens), numbers
+
+
+def test_the_packed_ensemble_says_what_the_ensemble_says(replica):
+    both = [Client(replica.grpc_url, model=model, retry=NO_RETRY) for model in ("ensemble", packed_delta.MODEL)]
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(prompt=st.sampled_from(PROMPTS), options=OPTIONS)
+    def equal(prompt: dict, options: dict) -> None:
+        (said, numbers), (packed, packed_numbers) = (answered(client, options | prompt) for client in both)
+        assert said == packed and numbers == pytest.approx(packed_numbers, abs=1e-4)
+
+    with both[0], both[1]:
+        for prompt in PROMPTS:  # so that the first one finds as much in the prefix cache as the second one
+            answered(both[0], {"max_tokens": 1} | prompt)
+        equal()
 
 
 async def test_a_client_that_leaves_the_packed_ensemble_frees_the_engine(replica):

@@ -15,6 +15,9 @@ import pytest
 import tritonclient.grpc.aio as triton
 from triton_requests import Answer, ask, metric
 
+from clients import NO_RETRY, AsyncClient
+from contract import packed_delta
+from contract.errors import DeadlineExceeded, EngineFailed, TridentError
 from server.replica import running
 from tests.end_to_end.watching import PATIENCE_S, TRIES, halted, requests, until, until_idle, worker
 
@@ -30,11 +33,13 @@ async def ask_or_break(client: triton.InferenceServerClient, inputs: dict) -> An
         return Answer(error=error.code().name)
 
 
-async def strike(replica, streams: int, blow) -> list[Answer]:
+async def strike(replica, streams: int, blow, max_tokens: int = 900) -> list[Answer]:
     """Answers of ``streams`` long requests that were all in the engine, generating or waiting, when ``blow`` fell."""
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         with halted(replica):
-            tasks = [asyncio.create_task(ask_or_break(client, LONG)) for _ in range(streams)]
+            tasks = [
+                asyncio.create_task(ask_or_break(client, {**LONG, "max_tokens": max_tokens})) for _ in range(streams)
+            ]
             await until(replica, lambda page: requests(page, "active") == streams)
         await until(replica, generating)
         with halted(replica):
@@ -58,6 +63,7 @@ async def test_a_killed_engine_process_ends_running_streams_in_band_and_serves_t
         in_band = [answer.outputs["error_message"].item() for answer in answers if answer.finish_reasons == ["error"]]
         if in_band:
             break
+        await serve_one(replica)  # no stream had begun; the next try needs the engine that is started anew
     assert set(in_band) == {b"EngineFailed: the engine process was killed by signal 9; it is being restarted"}
     # A stream that had said nothing yet is answered with the error instead.
     others = [answer.error for answer in answers if not answer.finish_reasons]
@@ -68,12 +74,66 @@ async def test_a_killed_engine_process_ends_running_streams_in_band_and_serves_t
     assert (await serve_one(replica)).finish_reasons == ["length"]
 
 
+async def test_a_deadline_and_a_killed_engine_process_read_the_same_through_both_ensembles(replica):
+    models = ("ensemble", "ensemble_packed") * 3
+
+    async def error_of(model: str, began: asyncio.Event, **arguments: object) -> tuple:
+        async with AsyncClient(replica.grpc_url, model=model, retry=NO_RETRY) as client:
+            try:
+                async for _ in client.generate("def fibonacci(n):\n", ignore_eos=True, **arguments):
+                    began.set()
+            except TridentError as error:
+                return type(error), str(error)
+            return ()
+
+    with halted(replica):
+        late = await asyncio.gather(*(error_of(model, asyncio.Event(), timeout_s=0.3) for model in models))
+    assert set(late) == {(DeadlineExceeded, "the deadline of 0.3 s passed before the first token")}
+    await until_idle(replica)
+    for _ in range(TRIES):  # who stands still for as long as all of it takes strikes too late
+        begun = [asyncio.Event() for _ in models]
+        reading = [error_of(model, event, max_tokens=900) for model, event in zip(models, begun, strict=True)]
+        tasks = [asyncio.ensure_future(one) for one in reading]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(worker(replica), signal.SIGKILL)
+        failed = await asyncio.gather(*tasks)
+        await serve_one(replica)
+        if () not in failed:
+            break
+    text = "the engine process was killed by signal 9; it is being restarted"
+    assert set(failed) == {(EngineFailed, text)} and replica.status.restarts == 0
+
+
 async def test_a_killed_tokenizer_stub_is_reloaded_while_streams_in_flight_continue(replica):
     await until_idle(replica)
     before = replica.status.reloads
-    answers = await strike(replica, 20, lambda: os.kill(replica.stubs("tokenizer")[0].pid, signal.SIGKILL))
+    hit = replica.stubs("tokenizer")[0].pid
+    answers = await strike(replica, 20, lambda: os.kill(hit, signal.SIGKILL), max_tokens=300)
     assert {tuple(answer.finish_reasons) for answer in answers} == {("length",)}
     replica.wait_until_ready(reloads=before + 1)
+    assert (await serve_one(replica)).finish_reasons == ["length"]
+
+
+async def test_streams_of_both_ensembles_end_as_unavailable_when_tritonserver_aborts_and_it_comes_back(replica):
+    await until_idle(replica)
+    before, began = replica.status, asyncio.Event()
+
+    async def outcome_of(model: str) -> str:
+        async with AsyncClient(replica.grpc_url, model=model, retry=NO_RETRY) as client:
+            try:
+                async for _ in client.generate("def fibonacci(n):\n", ignore_eos=True, max_tokens=900):
+                    began.set()
+            except TridentError as error:
+                return type(error).__name__
+            return "ended"
+
+    reading = [asyncio.ensure_future(outcome_of(model)) for model in ("ensemble", packed_delta.MODEL) * 20]
+    await began.wait()
+    os.kill(before.server_pid, signal.SIGABRT)  # as glibc does when it finds the heap damaged
+    outcomes = set(await asyncio.wait_for(asyncio.gather(*reading), PATIENCE_S))
+    assert "Unavailable" in outcomes <= {"Unavailable", "ended"}
+    replica.wait_until_ready(restarts=before.restarts + 1)
+    assert replica.server_pid != before.server_pid
     assert (await serve_one(replica)).finish_reasons == ["length"]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import perf_analyzer
-from benchmarks.measurement import ServerUnderTest
+from benchmarks import agreement, perf_analyzer
 from contract.errors import NotFound
 
 
@@ -18,13 +17,13 @@ def installed() -> None:
 
 
 def test_it_measures_every_load_in_both_ways(installed, replica, tmp_path, capsys):
-    assert perf_analyzer.run(ServerUnderTest(replica.grpc_url), [2], [10.0], 12, tmp_path) == 0
-    shown = capsys.readouterr().out
-    for kind in perf_analyzer.KINDS:
-        for load in ("concurrency-2", "rate-10"):
-            (row,) = perf_analyzer.read(tmp_path / f"{kind}-{load}.csv", load)
-            requests_per_s, responses_per_s = float(row[1]), float(row[2])
-            assert requests_per_s > 0
+    for unary in (False, True):
+        out = tmp_path / str(unary)
+        assert agreement.run(["perf_analyzer"], "demo", replica.grpc_url, [2], [10.0], 12, 1, unary, out) == 0
+        for load in ("2-at-once", "10-a-second"):
+            found = perf_analyzer.read(out / "perf_analyzer" / f"{load}-0")
+            requests_per_s, responses_per_s = found["requests/s"], found["responses/s"]
+            assert requests_per_s > 0 and found["TTFT p50, ms"] > 0
             # Streaming brings many responses a request, unary one and the empty last one that some servers add.
-            assert responses_per_s > 5 * requests_per_s if kind == "streaming" else responses_per_s < 3 * requests_per_s
-    assert "failed:" not in shown
+            assert responses_per_s < 3 * requests_per_s if unary else responses_per_s > 5 * requests_per_s
+    assert "skipped:" not in capsys.readouterr().out

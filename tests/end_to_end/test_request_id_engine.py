@@ -24,10 +24,12 @@ from build.base.checkpoint import open_checkpoint
 from build.model import lora_adapter
 from build.package import gpu_adapters
 from build.recipe import recipe as recipes
+from clients import NO_RETRY, AsyncClient
 from clients.wire import failures
+from clients.wire.completion import join
 from contract import manifest as manifests
 from contract import tensors
-from contract.errors import Unavailable
+from contract.errors import TridentError, Unavailable
 from server.replica import running
 from tests.end_to_end.watching import PATIENCE_S, TRIES
 from tests.fakes import adapters
@@ -37,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def area(width, height):\n    return width * height\n"
 MODEL = ROOT / "build" / "demo_model" / "checkpoint"
 ADAPTERS, ADAPTER_CACHE = ("poet", "lawyer", "pirate"), 2
+STEPS = ("ensemble", "ensemble_packed", "detokenizer", "detokenizer_packed")
 TRITON_TYPES = {"BYTES": "TYPE_STRING"}
 
 
@@ -90,9 +93,9 @@ def replica(engine_dir, tmp_path_factory):
     manifest.save(engines / "demo")
     repository = tmp_path_factory.mktemp("repository") / "models"
     shutil.copytree(ROOT / "model_repository", repository)
-    for model in ("ensemble", "detokenizer", "engine"):
+    for model in (*STEPS, "engine"):
         (repository / model / "configs").mkdir(exist_ok=True)
-    for model in ("ensemble", "detokenizer"):
+    for model in STEPS:
         config = (ROOT / "build" / "trtllm" / f"{model}.pbtxt").read_text()
         # This server is older than the setting.
         config = re.sub(r"^ *max_inflight_requests: \d+\n", "", config, flags=re.MULTILINE)
@@ -317,6 +320,61 @@ async def test_at_the_gateway_an_adapter_is_part_of_the_models_name(replica, eng
             assert len(re.findall(r"request id engine: \S+ lora 3 ", replica.log())) == before + 1
             with pytest.raises(openai.NotFoundError):
                 await client.completions.create(model="demo:nobody", **asked)
+
+
+STREAMS = (
+    {"max_tokens": 30, "ignore_eos": True},
+    {"max_tokens": 60, "ignore_eos": True, "stop": ("height):",)},
+    {"max_tokens": 9, "ignore_eos": True, "skip_special_tokens": False},
+    {"max_tokens": 5, "adapter": "poet", "ignore_eos": True},
+    {"max_tokens": 10**6},
+    {"max_tokens": 4, "top_log_probs": 2},
+)
+
+
+async def test_both_ensembles_say_the_same_of_many_streams_at_once_under_ids_that_are_used_again(replica):
+    async def answers(url: str, model: str, n: int) -> list:
+        found = []
+        async with AsyncClient(url, model=model, retry=NO_RETRY) as client:
+            for arguments in STREAMS:
+                try:
+                    stream = client.generate(PROMPT, temperature=0.0, request_id=f"again-{n}", **arguments)
+                    deltas = [delta async for delta in stream]
+                    found.append(dataclasses.replace(join(deltas, ""), ttft_s=None))
+                except TridentError as error:
+                    found.append((type(error), str(error).replace("ensemble_packed", "ensemble")))
+        return found
+
+    for _ in range(2):  # the ids of the first turn, at the other ensemble
+        models = ("ensemble", "ensemble_packed") * 6
+        whole = await asyncio.gather(*(answers(replica.grpc_url, model, n) for n, model in enumerate(models)))
+        assert all(one == whole[0] for one in whole[1:])
+        assert [getattr(one, "stop_reason", "error") for one in whole[0]] == ["", "height):", "", "", "error", "error"]
+
+
+async def test_a_client_that_leaves_the_packed_ensemble_stops_the_engine_and_an_id_is_one_streams_in_both(replica):
+    async with AsyncClient(replica.grpc_url, model="ensemble_packed", retry=NO_RETRY) as packed:
+        for n in range(TRIES):  # who stands still for as long as all of it takes leaves too late
+            stream = packed.generate(PROMPT, max_tokens=900, ignore_eos=True, request_id=f"left-{n}")
+            await anext(aiter(stream))
+            async with AsyncClient(replica.grpc_url, model="ensemble", retry=NO_RETRY) as plain:
+                second = [error async for error in refusals(plain, f"left-{n}")]
+            await stream.aclose()
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not (ends := re.findall(rf"request id engine: left-{n} (\w+) after (\d+) of 900", replica.log())):
+                assert time.monotonic() < deadline_s
+                await asyncio.sleep(0.02)
+            if ends[0][0] == "stopped" and second:
+                break
+        assert ends[0][0] == "stopped" and "request_id: must be unique" in second[0]
+        assert not [error async for error in refusals(packed, f"left-{n}")]  # the id is free again
+
+
+async def refusals(client, request_id):
+    try:
+        await client.generate(PROMPT, max_tokens=2, request_id=request_id).complete()
+    except TridentError as error:
+        yield str(error)
 
 
 async def test_a_new_server_is_sent_every_adapter_anew(client, replica):

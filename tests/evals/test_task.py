@@ -34,7 +34,7 @@ def test_the_digest_is_of_both_files(tmp_path):
         ("output_type: multiple_choice", {"id": "a"}, "kind: must be one of"),
         ("kind: tools", {"id": "a", "prompt": "?", "tools": []}, r"one\.jsonl:1: expected: must be set"),
         ("kind: schema", {"prompt": "?", "schema": {}}, r"one\.jsonl:1: id: must be set"),
-        ("kind: schema", [1], r"one\.jsonl:1: id: must be set"),
+        ("kind: schema", [1], r"one\.jsonl:1: must be a JSON object, got list"),
         (
             "kind: instructions",
             {"id": "a", "prompt": "?", "rules": [{"rule": "rhymes"}]},

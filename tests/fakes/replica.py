@@ -26,6 +26,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from clients.wire import infer_response
 from contract import packed_delta, tensors
 from contract.errors import TridentError, to_text
 from contract.generation import FinishReason
@@ -176,6 +177,10 @@ class FakeReplica:
     async def __aexit__(self, *_exc: object) -> None:
         await self.stop()
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model, "engine") + ((packed_delta.MODEL,) if self.packed else ())
+
     def metrics_page(self) -> str:
         """The Prometheus page with the families TensorRT-LLM's backend names."""
         running, waiting = min(self.counts.running, self._slot_count), max(0, self.counts.running - self._slot_count)
@@ -259,7 +264,8 @@ class FakeReplica:
         prompt_tokens = len(str(seen.value("text_input") or seen.value("messages") or "").split())
 
         def response(texts, reason, final):
-            return content(seen.id, self.model, sent, texts, reason, script, order, prompt_tokens, final)
+            whole = content(seen.id, seen.model, sent, texts, reason, script, order, prompt_tokens, final)
+            return packed(whole) if seen.model == packed_delta.MODEL else whole
 
         for n, texts in enumerate(groups):
             await _pause(script.first_token_s if n == 0 else script.gap_s, stop)
@@ -285,7 +291,7 @@ class FakeReplica:
         elif script.fail_after is not None:
             yield response((), FinishReason.ERROR, True)
         elif not script.silent_end and (not groups or (script.empty_final and asked_empty_final)):
-            yield final_only(seen.id, self.model)
+            yield final_only(seen.id, seen.model)
 
     def stop_request(self, request_id: str) -> None:
         """What the engine's ``stop`` does: a running id ends, an unknown one is a silent no-op."""
@@ -322,7 +328,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request, context):
         self._replica.counts.health_checks += 1
-        known = request.name in (self._replica.model, "engine")
+        known = request.name in self._replica.models
         return service_pb2.ModelReadyResponse(ready=known and self._replica.ready)
 
     async def ServerMetadata(self, request, context):
@@ -345,7 +351,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def RepositoryIndex(self, request, context):
         answer = service_pb2.RepositoryIndexResponse()
-        for name in (self._replica.model, "engine"):
+        for name in self._replica.models:
             answer.models.add(name=name, version="1", state="READY" if self._replica.ready else "UNAVAILABLE")
         return answer
 
@@ -360,7 +366,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
             if seen.model == "engine" and seen.value("stop"):
                 self._replica.stop_request(seen.id)
                 yield final_only(seen.id, "engine")
-            elif seen.model != self._replica.model and not (self._replica.packed and seen.model == packed_delta.MODEL):
+            elif seen.model == "engine" or seen.model not in self._replica.models:
                 yield refusal(f"Request for unknown model: '{seen.model}' is not found", seen.id)
             else:
                 asked = bool(seen.parameters.get("triton_enable_empty_final_response"))
@@ -368,7 +374,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
                     yield message
 
     async def _known(self, name: str, context: grpc.aio.ServicerContext) -> None:
-        if name not in (self._replica.model, "engine"):
+        if name not in self._replica.models:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
 
 
@@ -378,6 +384,17 @@ def refusal(error: TridentError | str, request_id: str) -> bytes:
     answer = service_pb2.ModelStreamInferResponse(error_message=text)
     answer.infer_response.id = request_id
     answer.infer_response.parameters["triton_final_response"].bool_param = True
+    return answer.SerializeToString()
+
+
+def packed(data: bytes) -> bytes:
+    """The response of the ensemble as the packed ensemble sends it."""
+    delta, _, _ = infer_response.ResponseDecoder().decode(data)
+    assert delta is not None
+    answer, raw = service_pb2.ModelStreamInferResponse.FromString(data), packed_delta.pack(delta)
+    del answer.infer_response.outputs[:], answer.infer_response.raw_output_contents[:]
+    answer.infer_response.outputs.add(name=packed_delta.OUTPUT, datatype="UINT8", shape=[1, len(raw)])
+    answer.infer_response.raw_output_contents.append(raw)
     return answer.SerializeToString()
 
 

@@ -191,15 +191,14 @@ class _InferenceRequest:
             raise TritonModelException("a request made by the model has no response sender")
         return self._sender
 
-    def exec(self, decoupled: bool = False) -> Iterable[_InferenceResponse]:
-        """Runs the request on one of ``served_models``; only decoupled, as the models here are."""
-        if not decoupled:
-            raise TritonModelException("a decoupled model is asked with decoupled=True")
+    def exec(self, decoupled: bool = False) -> Iterable[_InferenceResponse] | _InferenceResponse:
+        """Runs the request on one of ``served_models``; the only response of one that is not decoupled."""
         if self._model_name not in served_models:
             raise TritonModelException(
                 f"Failed for execute the inference request. Model '{self._model_name}' is not ready."
             )
-        return iter(served_models[self._model_name](self))
+        responses = iter(served_models[self._model_name](self))
+        return responses if decoupled else next(responses)
 
 
 class _Metric:

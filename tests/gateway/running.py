@@ -15,6 +15,7 @@ import aiohttp
 import uvicorn.server
 
 from gateway.__main__ import HttpServer, http_server, monitoring_server
+from gateway.admission.hub_link import HubLink
 from gateway.api.kserve import KServeEndpoint
 from gateway.api.picker.endpoint import EndpointPicker
 from gateway.config import pools
@@ -47,6 +48,7 @@ class Running:
 
     async def metrics_page(self) -> str:
         """What Prometheus reads."""
+        await asyncio.sleep(0.01)  # a caller may have the end of its stream before the gateway has counted it
         status, page = await _get(f"{self.monitoring_url}/metrics", {})
         assert status == 200, page
         return page
@@ -73,6 +75,7 @@ async def gateway(
     *replicas: FakeReplica,
     keys: Keys | None = None,
     tracing: Tracing | None = None,
+    link: HubLink | None = None,
     config: str = "",
     environ: Mapping[str, str] = MappingProxyType({}),
     **overrides: Any,
@@ -98,7 +101,7 @@ async def gateway(
             values["config"] = path
         settings = Settings(**{**values, **overrides})
         configuration = Configuration(settings.config, environ, pools.of(settings))
-        service = Service(settings, configuration, keys=keys, tracing=tracing)
+        service = Service(settings, configuration, keys=keys, tracing=tracing, link=link)
         async with _serving(service) as running:
             yield running
 

@@ -89,7 +89,8 @@ async def test_a_budget_outlives_kill_9_and_what_ran_counts_as_used(tmp_path: Pa
         async with process(replica, **settings) as (gateway, url):
             answers = [await ask(url) for _ in range(6)]
             told = sum(answer["usage"]["total_tokens"] for _, answer in answers)
-            await asyncio.sleep(0.6)  # longer than records wait
+            while not (rows := report.sums([database], ALWAYS, "", "UTC").rows) or rows[0]["requests"] < 6:
+                await asyncio.sleep(0.05)
             replica.script = lambda seen: Script((" a",) * 500, stall_after=2)
             running = asyncio.ensure_future(ask(url, max_tokens=400, stream=True))
             while not replica.counts.running:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -24,6 +26,24 @@ async def test_choices_are_merged_and_the_permit_is_settled_with_the_last():
         assert here.metric("trident_gateway_tokens_total", tenant="anonymous", direction="output", source="engine") == 9
         prompts = here.metric("trident_gateway_tokens_total", tenant="anonymous", direction="input", source="engine")
         assert prompts == choices.generations[0].usage.input_tokens  # once, for three choices
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_closed_request_is_freed_without_the_garbage_collector(count: int):
+    async with FakeReplica() as replica, runtime(replica.url) as here:
+        choices = await here.choices(requests(count))
+        await together(choices, "request-1")
+        choices.close()
+        held = [choices, *choices.generations, choices.generations[0]._permit.ticket]
+        gc.disable()
+        try:
+            left = [weakref.ref(one) for one in held]
+            held.clear()
+            del choices
+            await asyncio.sleep(0)
+            assert not [one for one in left if one() is not None]
+        finally:
+            gc.enable()
 
 
 async def test_together_joins_the_deltas_of_each_choice():

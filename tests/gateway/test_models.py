@@ -59,9 +59,11 @@ async def chosen(
     return served.name
 
 
-def test_without_a_table_there_is_one_model_under_two_names_and_any_public_pool():
+def test_without_a_table_there_is_one_model_under_its_names_and_any_public_pool():
     made = Models("demo", "ensemble", None)
-    assert [made.find(name, Tenant()).name for name in ("demo", "ensemble")] == ["demo", "demo"]
+    assert [made.find(name, Tenant()).name for name in ("demo", "ensemble", "ensemble_packed")] == ["demo"] * 3
+    with pytest.raises(NotFound):
+        Models("demo", "textbook", None).find("ensemble_packed", Tenant())
     assert not made.configured and made.pools == {} and made.find("demo", Tenant()).pool == ""
 
 

@@ -82,7 +82,7 @@ async def test_workers_share_ports_caps_metrics_and_stored_responses_and_one_tha
                 began_s = time.monotonic()
                 up = re.findall(r"^trident_gateway_worker_up.* (\S+)$", await metrics(monitoring), re.MULTILINE)
                 assert sorted(up) == ["0.0", "1.0", "1.0"]
-                assert time.monotonic() - began_s < 4  # 0.8 s in fact
+                assert time.monotonic() - began_s < 20  # 0.8 s in fact; the worker stands still for ever
             finally:
                 os.kill(workers[2], signal.SIGCONT)
             for worker in workers[:2]:
@@ -209,11 +209,12 @@ async def test_a_key_holds_and_ends_in_every_worker(tmp_path: Path):
                 body = {"model": "demo", "prompt": "x", "max_tokens": 1}
                 return {(await send(url, made["key"], "/v1/completions", body))[0] for _ in range(12)}
 
-            await asyncio.sleep(1.0)
-            assert await statuses() == {200}
+            async def all_say(status: int) -> bool:
+                return await statuses() == {status}
+
+            await eventually(lambda: all_say(200))
             await send(url, TOKEN, "/admin/keys/acme/research/alice", {"action": "revoke"})
-            await asyncio.sleep(1.0)
-            assert await statuses() == {401}
+            await eventually(lambda: all_say(401))
 
 
 async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_them(tmp_path: Path):

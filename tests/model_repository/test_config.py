@@ -20,6 +20,7 @@ PYTHON_MODELS = {
     "tokenizer": "python_backends.tokenizer.model",
     "engine": "python_backends.cpu_engine.model",
     "detokenizer": "python_backends.detokenizer.model",
+    "client_watch": "python_backends.client_watch.model",
 }
 
 
@@ -33,9 +34,9 @@ def config(model):
 
 def ensemble_kinds():
     """The ensemble as a whole behind each kind of engine: its steps' configurations by model name."""
-    ours = {model: config(model) for model in MODELS}
+    ours = {model: config(model) for model in (*MODELS, *PACKED, "client_watch")}
     variants = ROOT / "build" / "trtllm"
-    bare = {model: read(variants / f"{model}.pbtxt") for model in ("ensemble", "detokenizer")}
+    bare = {model: read(variants / f"{model}.pbtxt") for model in ("ensemble", "detokenizer", *PACKED)}
     return {"cpu": ours, "trtllm": ours | bare | {"engine": _cpp_backend(variants / "triton_contract_1.x.json")}}
 
 
@@ -82,7 +83,9 @@ def test_every_configuration_is_whole_and_has_its_folders_name(path):
 
 
 def test_the_repository_holds_the_ensemble_and_its_steps_and_nothing_else():
-    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted([*MODELS, *PACKED, "encoder"])
+    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted(
+        [*MODELS, *PACKED, "client_watch", "encoder"]
+    )
 
 
 def test_an_encoder_is_batched_across_requests_with_a_bounded_queue_and_delay():
@@ -103,10 +106,11 @@ def test_the_ensembles_tensors_are_the_contracts_whatever_the_engine(kind):
     }
 
 
-def test_the_packed_ensemble_differs_from_the_ensemble_in_its_outputs_alone():
-    plain, packed = config("ensemble"), config("ensemble_packed")
+def test_around_the_cpp_backend_the_packed_ensemble_differs_from_the_ensemble_in_its_outputs_alone():
+    models = ensemble_kinds()["trtllm"]
+    plain, packed = models["ensemble"], models["ensemble_packed"]
     output = ModelConfig().output.add(name=packed_delta.OUTPUT, data_type="TYPE_UINT8", dims=[-1])
-    assert list(packed.output) == list(config("detokenizer_packed").output) == [output]
+    assert list(packed.output) == list(models["detokenizer_packed"].output) == [output]
     last = packed.ensemble_scheduling.step[-1]
     assert last.model_name == "detokenizer_packed" and dict(last.output_map) == {
         packed_delta.OUTPUT: packed_delta.OUTPUT
@@ -119,13 +123,39 @@ def test_the_packed_ensemble_differs_from_the_ensemble_in_its_outputs_alone():
     assert plain == packed
 
 
-def test_the_packed_detokenizer_answers_every_increment_in_order():
-    packed, plain = config("detokenizer_packed"), config("detokenizer")
+def test_the_packed_ensemble_differs_from_the_ensemble_behind_the_engine_alone():
+    plain, packed = config("ensemble"), config("ensemble_packed")
+    watch = {packed_delta.WATCHED: ("UINT8", (1,))}
+    assert signature(packed.output) == {packed_delta.OUTPUT: ("UINT8", (-1,))} | watch
+    *_, engine, last = packed.ensemble_scheduling.step
+    assert dict(engine.output_map) == {packed_delta.OUTPUT: packed_delta.OUTPUT, packed_delta.WATCH: "_watch"}
+    assert last.model_name == "client_watch" and dict(last.input_map) == {packed_delta.WATCH: "_watch"}
+    for one in (plain, packed):
+        one.ClearField("output")
+        one.ClearField("name")
+        del one.ensemble_scheduling.step[-1]
+        one.ensemble_scheduling.step[-1].ClearField("output_map")
+    assert plain == packed
+
+
+@pytest.mark.parametrize("kind", ["cpu", "trtllm"])
+def test_the_packed_detokenizer_answers_every_increment_in_order(kind):
+    models = ensemble_kinds()[kind]
+    packed, plain = models["detokenizer_packed"], models["detokenizer"]
     assert packed.input == plain.input and packed.instance_group == plain.instance_group
     assert not packed.model_transaction_policy.decoupled
     assert not packed.HasField("dynamic_batching") and not packed.HasField("sequence_batching")
     source = (REPOSITORY / "detokenizer_packed" / "1" / "model.py").read_text()
     assert "from python_backends.detokenizer.model import PackedModel as TritonPythonModel" in source
+
+
+def test_the_clients_watch_answers_in_order_and_from_the_cache():
+    watch = config("client_watch")
+    assert signature(watch.input) == {packed_delta.WATCH: promised(tensors.ENGINE_OUTPUTS)[packed_delta.WATCH]}
+    assert signature(watch.output) == {packed_delta.WATCHED: ("UINT8", (1,))}
+    # Only a model that is not decoupled may have its answers kept, and only with one instance are they in order.
+    assert watch.response_cache.enable and not watch.model_transaction_policy.decoupled
+    assert [group.count for group in watch.instance_group] == [1] and not watch.WhichOneof("scheduling_choice")
 
 
 def test_the_engines_tensors_are_the_contracts():

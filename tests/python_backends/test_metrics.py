@@ -28,6 +28,16 @@ def test_a_counter_adds_one_unless_told_otherwise(metrics_of_model, triton):
     assert triton.metric_value("requests_total") == 4
 
 
+def test_a_flush_is_one_call_for_each_counter_that_grew(metrics_of_model, triton):
+    add, other = (metrics_of_model.counter("tokens_total", "Tokens", model=name) for name in "ab")
+    for value in (2, 3, 0):
+        add(value)
+    other(0)
+    metrics_of_model.flush()
+    family = triton.families["tokens_total"]
+    assert family.Metric({"model": "a"}).calls == [5] and not family.Metric({"model": "b"}).calls
+
+
 def test_a_gauge_set_to_what_it_shows_is_not_sent_again(metrics_of_model, triton):
     show = metrics_of_model.gauge("running", "Requests", kind="a")
     for value in (1, 1, 2, 2, 1):

@@ -2,16 +2,19 @@
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from server import ports, process, stubs, triton_log
+from server import liveness_probe, ports, process, stubs, triton_log
 from server.installation import Installation
 from server.instance import ServerInstance
+from server.liveness_probe import Outcome, ProbeResult
 from server.recovery import StartFailed
 from server.repository import Model, Pipeline
+from server.server_metrics import ServerMetrics
 from server.settings import Settings
 
 PIPELINE = Pipeline((Model("tokenizer", 1, False), Model("engine", 1, True), Model("detokenizer", 1, True)))
@@ -74,19 +77,46 @@ def test_a_stub_that_exits_before_its_first_message_fails_the_start(start):
     assert "exited before it could load the model" in event.reason
 
 
-def test_a_periodic_check_in_the_middle_of_a_reload_reports_no_missing_stub(tmp_path, monkeypatch):
+@pytest.fixture
+def made(tmp_path):
+    """``made(events)``: an instance that is not started and reports to the list ``events``."""
+    backend = tmp_path / "image" / "backends" / "python"
+    backend.mkdir(parents=True)
+    installation = Installation(tmp_path / "tritonserver", backend, backend / "stub", tmp_path / "caches", "")
+
+    def made(events):
+        settings = Settings(state_dir=tmp_path)
+        return ServerInstance(settings, installation, PIPELINE, Path("/none"), "trident_test_", events.append)
+
+    return made
+
+
+def test_a_full_server_whose_metrics_come_later_than_its_readiness_becomes_ready(made, monkeypatch):
+    pages = iter([None, None, ServerMetrics(0, 0), *(ServerMetrics(9 * n, 0, 0, 9 * n) for n in range(9))])
+
+    async def run():
+        instance = made([])
+        monkeypatch.setattr(stubs, "find", lambda pid: [])
+        monkeypatch.setattr(instance, "_pipeline", Pipeline(()))
+        monkeypatch.setattr(instance, "admin", SimpleNamespace(is_ready=partial(asyncio.sleep, 0, True)))
+        monkeypatch.setattr(instance, "_metrics_or_none", lambda: asyncio.sleep(0, next(pages)))
+        full = ProbeResult(Outcome.BUSY, "no slot")
+        monkeypatch.setattr(liveness_probe, "probe", lambda *arguments: asyncio.sleep(0, full))
+        await asyncio.wait_for(instance._wait_until_ready(), 5)
+        instance._exits.close()
+
+    asyncio.run(run())
+
+
+def test_a_periodic_check_in_the_middle_of_a_reload_reports_no_missing_stub(made, monkeypatch):
     found = [stubs.Stub(os.getpid(), model, f"{model}_0", 1) for model in ("tokenizer", "engine", "detokenizer")]
     running = list(found)
     monkeypatch.setattr(stubs, "find", lambda pid: list(running))
     monkeypatch.setattr(process, "is_running", lambda pid: True)
-    backend = tmp_path / "image" / "backends" / "python"
-    backend.mkdir(parents=True)
-    settings = Settings(state_dir=tmp_path)
-    installation = Installation(tmp_path / "tritonserver", backend, backend / "stub", tmp_path / "caches", "")
 
     async def run() -> None:
         events = []
-        instance = ServerInstance(settings, installation, PIPELINE, Path("/none"), "trident_test_", events.append)
+        instance = made(events)
         instance._ready = True
 
         async def unload(model: str) -> None:

@@ -23,9 +23,9 @@ def test_steps_are_in_order_with_their_stubs_and_streams():
 def test_the_model_repository_is_a_pipeline():
     pipeline = read_pipeline(ROOT / "model_repository", "demo")
     assert pipeline.names == ("ensemble", "ensemble_packed")
-    assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer", "detokenizer_packed"]
+    assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer", "client_watch"]
     assert [model.streams for model in pipeline.models] == [False, True, True, True]
-    assert pipeline.last == ("detokenizer", "detokenizer_packed") and pipeline["engine"].stubs == 1
+    assert pipeline.last == ("detokenizer", "client_watch") and pipeline["engine"].stubs == 1
 
 
 def test_an_encoder_is_served_by_itself():
@@ -45,13 +45,17 @@ def test_a_named_config_replaces_the_default_one(tmp_path):
     assert read_pipeline(tmp_path, "demo")["engine"] == Model("engine", stubs=1, streams=True)
 
 
-def test_around_an_engine_that_sends_bare_ids_there_is_no_packed_ensemble(tmp_path):
+def test_around_an_engine_that_sends_bare_ids_there_is_a_packed_ensemble_where_it_has_that_variant(tmp_path):
     shutil.copytree(ROOT / "model_repository", tmp_path, dirs_exist_ok=True)
     for model in ("ensemble", "detokenizer"):
         (tmp_path / model / "configs").mkdir()
         shutil.copy(ROOT / "build" / "trtllm" / f"{model}.pbtxt", tmp_path / model / "configs" / "h100.pbtxt")
-    assert read_pipeline(tmp_path, "h100").names == ("ensemble",)
-    assert read_pipeline(tmp_path, "demo").last == ("detokenizer", "detokenizer_packed")
+    assert read_pipeline(tmp_path, "h100").names == ("ensemble",)  # built before there was one
+    assert read_pipeline(tmp_path, "demo").last == ("detokenizer", "client_watch")
+    for model in ("ensemble_packed", "detokenizer_packed"):
+        (tmp_path / model / "configs").mkdir()
+        shutil.copy(ROOT / "build" / "trtllm" / f"{model}.pbtxt", tmp_path / model / "configs" / "h100.pbtxt")
+    assert read_pipeline(tmp_path, "h100").last == ("detokenizer", "detokenizer_packed")
 
 
 def test_a_missing_model_and_a_broken_config_are_named(tmp_path):

@@ -332,7 +332,10 @@ def test_over_tls_the_liveness_probe_trusts_the_given_authority_and_plain_text_c
     certificates = ROOT / "tests" / "clients" / "certificates"
     tls = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
     with serve(**tls, tls_ca=certificates / "ca.pem", tls_name="server.test") as replica:
-        assert "ModelStreamInfer over TLS" in replica.output.read_text()
+        deadline_s = time.monotonic() + 60
+        while "ModelStreamInfer over TLS" not in replica.output.read_text():  # said once it is ready
+            assert time.monotonic() < deadline_s, replica.output.read_text()
+            time.sleep(0.02)
         stream = open_stream(replica, max_tokens=4)
         assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE" and not stream.texts
 

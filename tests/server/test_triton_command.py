@@ -1,5 +1,6 @@
 """The command line and environment of tritonserver."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_every_endpoint_listens_on_the_configured_host():
     found = flags(host="0.0.0.0", grpc_port=1, http_port=2, metrics_port=3)
     for endpoint, port in (("grpc", 1), ("http", 2), ("metrics", 3)):
         assert f"{endpoint}-address=0.0.0.0" in found and f"{endpoint}-port={port}" in found
+
+
+def test_a_server_that_has_triton_s_local_cache_gets_one_and_another_does_not(tmp_path):
+    assert not [flag for flag in flags() if "cache-config" in flag]
+    (tmp_path / "local").mkdir()
+    found = dataclasses.replace(INSTALLATION, caches=tmp_path)
+    command = triton_command.arguments(Settings(), found, Path("/state/backends"), "trident_8001_7_")
+    assert "--cache-config=local,size=1048576" in command
 
 
 def test_a_vanished_peer_is_pinged_and_clients_may_ping_as_often():

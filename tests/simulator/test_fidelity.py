@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from contract.errors import Unavailable
+from contract.errors import InvalidArgument, Unavailable
 from simulator import fidelity
 from simulator.scenario import of
 
@@ -29,3 +29,8 @@ def test_what_was_found_is_kept_unless_others_used_the_machine(tmp_path, monkeyp
         fidelity.keep("demo", {"ttft_p95_error": 0.9, "others": 0.6})
     known = json.loads((tmp_path / "known.json").read_text())
     assert {name: found["ttft_p95_error"] for name, found in known.items()} == {"demo": 0.1, "big": 0.2}
+
+
+def test_an_engine_that_was_not_measured_is_named():
+    with pytest.raises(InvalidArgument, match="fidelity: engine: must be measured or given: .*no-engine"):
+        fidelity.compare("no-engine", 1.0, "64", "64", 0)

@@ -53,3 +53,7 @@ def test_a_policy_that_cannot_be_simulated_is_refused(tmp_path, policy, problem)
 def test_settings_are_the_gateways():
     with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_MAX_IN_FLIGHT"):
         simulated(gateway={"settings": {"max_in_flight": "many"}})
+    with pytest.raises(InvalidArgument, match="gateway.settings.max_inflight: must be one of .*max_in_flight"):
+        simulated(gateway={"settings": {"max_inflight": "3"}})
+    with pytest.raises(InvalidArgument, match="gateway.policy: must be a file that can be read, got none.toml"):
+        simulated(gateway={"policy": "none.toml"})

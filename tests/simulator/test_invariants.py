@@ -10,9 +10,13 @@ import pytest
 from clients.wire.response_reader import ResponseReader
 from cluster.scaling import law
 from gateway.admission.budget_store import MemoryStore
+from gateway.admission.budgets import Bucket
 from gateway.admission.pool_slots import Claim, PoolSlots
+from gateway.choices import Choices
 from gateway.continuation import Continuation
+from gateway.telemetry.metrics import Metrics
 from simulator import fleet
+from simulator.replica import Call
 from tests.simulator.test_run import CHAT, POOL, simulated
 
 KEYS = """
@@ -38,6 +42,29 @@ def test_a_leaked_permit_is_found_while_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(PoolSlots, "_take_back", skipping(PoolSlots._take_back, 5))
     rare = CHAT | {"until_s": 5.0}
     assert simulated(personas={"chat": rare}).violations["more slots were held than requests were under way"] > 5
+
+
+def test_a_permit_that_leaks_when_its_caller_leaves_is_found(monkeypatch, tmp_path: Path):
+    (tmp_path / "gateway.toml").write_text(KEYS.replace("1200", "60000").replace("800", "10000"))
+    people = {"chat": CHAT | {"key": "acme/web/site", "leave": 0.3}}
+    table = {"gateway": {"policy": "gateway.toml"}, "pools": {"main": POOL | {"send_s": 0.1}}, "personas": people}
+    honest = simulated(folder=tmp_path, **table)
+    left = [record for record in honest.everyone if record.cancelled]
+    assert not honest.violations and len(left) > 5 and all(record.messages for record in left)
+
+    real = Choices._ended
+    kept = lambda self, index: None if self.generations[index].error is not None else real(self, index)  # noqa: E731
+    monkeypatch.setattr(Choices, "_ended", kept)
+    found = simulated(folder=tmp_path, **table).violations
+    assert {"reserved budget was not settled", "places under the caps were not given back"} < found.keys()
+
+
+def test_an_engine_that_works_on_when_its_caller_has_left_is_found(monkeypatch):
+    people = {"chat": CHAT | {"leave": 0.3, "output": "100"}}
+    assert not simulated(pools={"main": POOL | {"send_s": 0.1}}, personas=people).violations
+    monkeypatch.setattr(Call, "cancel", lambda call: False)
+    found = simulated(pools={"main": POOL | {"send_s": 0.1}}, personas=people).violations
+    assert found["engines worked on more requests than were under way"] > 2
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[1:], lambda ids: ids + ids[-1:]], ids=["lost", "doubled"])
@@ -85,6 +112,27 @@ def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path):
     granted = lambda *arguments: dataclasses.replace(real(*arguments), granted=True)  # noqa: E731
     monkeypatch.setattr(MemoryStore, "try_reserve", granted)
     assert simulated(folder=tmp_path, **table).violations["the budget of acme was exceeded"] >= 1
+
+
+def doubling(real, number: int):
+    """``real``, a settlement whose n-th call charges twice the tokens."""
+    calls = iter(range(1_000_000))
+    return lambda self, name, used, *more: real(self, name, used * (2 if next(calls) == number else 1), *more)
+
+
+@pytest.mark.parametrize("owner", [MemoryStore, Bucket])
+def test_a_double_charge_is_found(monkeypatch, tmp_path: Path, owner: type):
+    (tmp_path / "gateway.toml").write_text(KEYS.replace("1200", "60000").replace("800", "10000"))
+    monkeypatch.setattr(owner, "settle", doubling(owner.settle, 9))
+    table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
+    found = simulated(folder=tmp_path, **table).violations
+    assert found == {"acme was charged other than it was answered, in tokens": 1}
+
+
+def test_tokens_that_the_metrics_count_twice_are_found(monkeypatch):
+    real = Metrics.used
+    monkeypatch.setattr(Metrics, "used", lambda self, *a, **more: [real(self, *a, **more) for _ in range(2)])
+    assert "the gateways' metrics count other tokens than were answered" in simulated().violations
 
 
 def test_budget_that_is_never_settled_is_found(monkeypatch, tmp_path: Path):

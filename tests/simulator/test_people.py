@@ -45,3 +45,30 @@ def test_classes_are_those_of_the_policy(tmp_path):
     people = {"chat": CHAT | {"class": "slow", "output": "40"}}
     result = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
     assert {record.tokens for record in result.everyone} == {5} and not result.violations
+
+
+QUOTAS = """
+salt = "9f3c0d5e2a71b8446c1fd0a3e97b5a28"
+[orgs.acme]
+tokens_per_day = 2000
+money_per_day = 9.0
+[models.small]
+pools = ["main"]
+price = { input = 0.5, cached = 0.1, output = 1.5 }
+"""
+
+
+def test_days_and_money_are_charged_exactly_to_personas_of_one_key(tmp_path):
+    (tmp_path / "gateway.toml").write_text(QUOTAS)
+    people = {name: CHAT | {"key": "acme/web/a"} for name in ("one", "two")}
+    told = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people, duration_s=6.0)
+    assert told.counts["refused: quota"] > 5 and not told.violations
+    assert 1000 < sum(record.input_tokens + record.tokens for record in told.everyone) <= 2000
+
+
+def test_a_wrong_policy_is_told_by_its_own_name_and_nothing_outside_is_used(tmp_path):
+    (tmp_path / "gateway.toml").write_text("[orgs.acme]\ntokens = 1\n")
+    with pytest.raises(InvalidArgument, match=rf"{tmp_path}/gateway.toml: orgs.acme.tokens: is not known"):
+        simulated(folder=tmp_path, gateway={"policy": "gateway.toml"})
+    with pytest.raises(InvalidArgument, match=r"gateway.settings.redis: must be left out in a simulation"):
+        simulated(gateway={"settings": {"redis": "redis://127.0.0.1:1/0"}})

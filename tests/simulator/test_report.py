@@ -32,6 +32,11 @@ def test_a_report_has_the_figures_cost_and_what_took_longest():
     assert "invariants: all held" in shown and "fidelity of main: unknown" in shown
 
 
+def test_a_refusal_says_why():
+    shown = report.text(report.of(simulated(duration_s=5.0, gateway={"settings": {"max_in_flight": "1"}}), {}))
+    assert "concurrency: 1 requests are in flight, the most allowed" in shown
+
+
 def test_the_queue_is_the_largest_part_under_load():
     few = {"main": POOL | {"slots": 1}}
     parts = report.of(simulated(pools=few, personas={"chat": CHAT | {"arrivals": "poisson:2"}}), {})["all"]
@@ -39,7 +44,7 @@ def test_the_queue_is_the_largest_part_under_load():
 
 
 def test_the_fidelity_is_told():
-    found = {"ttft_p95_error": 0.08, "latency_p95_error": -0.03, "when": "2026-11-23"}
+    found = {"ttft_p95_error": 0.08, "latency_p95_error": -0.03, "when": "2026-11-23", "machine": "M, 2 cores"}
     assert "+8.0%" in report.words(found) and "-3.0%" in report.words(found)
 
 
@@ -61,6 +66,9 @@ def test_the_command_line(tmp_path, capsys):
     assert "a minute" in shown.err
     assert main(["compare", str(path), str(path), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["pairs"]["chat ttft_s"]["mean_s"] == 0
+    for option in (["--plot", "x.bmp"], ["--plot", str(path / "x.png")], ["--json", str(tmp_path / "none" / "x")]):
+        assert main(["run", str(path), *option]) == 2
+        assert f"simulator: {option[0][2:]}: must " in capsys.readouterr().err
     path.write_text(SCENARIO.replace("4\n", "4", 1).replace("poisson", "often"))
     assert main(["run", str(path)]) == 2
     assert "personas.chat.arrivals: must be poisson:RATE" in capsys.readouterr().err

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import InvalidArgument
 from simulator import report
-from simulator.run import Result, run
+from simulator.run import Result, check, run
 from simulator.scenario import of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,3 +146,37 @@ def test_a_trace_is_replayed(tmp_path):
     result = simulated(folder=tmp_path, personas={"all": {"arrivals": "trace:trace.jsonl"}}, duration_s=5.0)
     found = [(record.intended_s - 1002.0, record.input_tokens, record.tokens) for record in result.everyone]
     assert found == [(1.0, 50, 5), (2.5, 9, 7)]
+
+
+POLICY = (
+    RELEASE
+    + """
+[classes.slow]
+priority = 7
+[models.small]
+pools = ["main"]
+[models.large]
+pools = ["new"]
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("person", "change", "field", "problem"),
+    [
+        ({"model": "small", "class": "fast"}, {}, "personas.chat.class", "must be one of slow, got 'fast'"),
+        ({"model": "huge"}, {}, "personas.chat.model", "must be one of small, large, got 'huge'"),
+        ({}, {}, "personas.chat.model", "must be one of small, large, got ''"),
+        ({"model": "small"}, {"release": "later"}, "changes.0", "later"),
+        ({"model": "small"}, {"set": {"to": 200.0}}, "changes.0", "200"),
+        ({"model": "small"}, {"set": {"ab": 1}}, "changes.0", "ab"),
+    ],
+)
+def test_what_the_policy_does_not_have_is_refused_before_anything_runs(tmp_path, person, change, field, problem):
+    (tmp_path / "gateway.toml").write_text(POLICY)
+    shift = {"at_s": 3.0, "release": "next", "action": "shift", "set": {"to": 50.0}}
+    table = {"pools": {"main": POOL, "new": POOL}, "gateway": {"policy": "gateway.toml"}, "duration_s": 15.0}
+    people = {"chat": CHAT | person}
+    with pytest.raises(InvalidArgument) as caught:
+        check(of(table | {"personas": people, "changes": [shift | change]}, folder=tmp_path))
+    assert caught.value.field == field and problem in caught.value.problem

@@ -12,6 +12,7 @@ from simulator.scenario import of, read
 ROOT = Path(__file__).resolve().parents[2]
 POOLS = {"m": {"step": {"step_s": 0.1}}}
 PEOPLE = {"a": {"users": 1}}
+FAULT = {"kind": "kill", "at_s": 1.0, "pool": "m"}
 WHOLE = {"duration_s": 6.0, "pools": POOLS, "personas": PEOPLE}
 
 
@@ -46,6 +47,20 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"scaling": {"pools": {"n": {}}}}, "scaling.pools", "must be one of the pools m, got 'n'"),
         ({"scaling": {"defaults": {"max_replicas": 0}}}, "scaling.defaults.max_replicas", "greater than or equal to 1"),
         ({"warmup_s": 6.0}, "warmup_s", "must be less than duration_s, got 6"),
+        (
+            {"faults": [{"kind": "kill", "at_s": 9.0, "pool": "m"}]},
+            "faults.0.at_s",
+            "must be less than duration_s, got 9",
+        ),
+        ({"personas": {"a": {"users": 1, "from_s": 9.0}}}, "personas.a.from_s", "must be less than duration_s, got 9"),
+        ({"personas": {"a": {"users": 1, "from_s": 3.0, "until_s": 3.0}}}, "personas.a.until_s", "more than from_s"),
+        ({"personas": {"a": {"users": 1, "prefix_groups": 2}}}, "personas.a.prefix_tokens", "set with prefix_groups"),
+        ({"faults": [FAULT, FAULT | {"replica": 1}]}, "faults.1.replica", "must be less than 1, got 1"),
+        ({"faults": [FAULT | {"factor": 2.0}]}, "faults.0.factor", "must be left out, since kind is not slow"),
+        ({"changes": [{"at_s": 7.0, "release": "a", "action": "finish"}]}, "changes.0.at_s", "less than duration_s"),
+        ({"personas": {"a": {"users": 1, "think_s": float("nan")}}}, "personas.a.think_s", "got nan"),
+        ({"personas": {"a": {"users": 1, "day": [float("nan")] * 24}}}, "personas.a.day.0", "got nan"),
+        ({"personas": {"a": {"users": 1, "colour": "red"}}}, "personas.a.colour", "is not known: must be one of "),
         ({"gateway": {"count": 0}}, "gateway.count", "greater than or equal to 1, got 0"),
     ],
 )
@@ -59,3 +74,18 @@ def test_what_is_wrong_is_named(change: dict, field: str, problem: str):
 def test_the_scenarios_that_ship_can_be_read(path):
     if 'engine = "' not in path.read_text():
         assert read(path).personas
+
+
+def test_acceptance_of_drafts_is_a_number_or_one_for_each_text():
+    step = {"step_s": 0.01, "draft_tokens": 8, "acceptance": [0.5]}
+
+    def pool(**given):
+        table = {"duration_s": 1.0, "personas": {"all": {"users": 1}}, "pools": {"main": {"step": step, **given}}}
+        return of(table).pools["main"].kind.step
+
+    assert pool().acceptance == ((0.5,),) and pool(acceptance=0.7).acceptance == ((0.7,),)
+    assert pool(acceptance=[0.2, [0, 1]]).acceptance == ((0.2,), (0.0, 1.0))
+    with pytest.raises(InvalidArgument, match=r"pools.main.acceptance: must be left out: the engine does not draft"):
+        pool(step={"step_s": 0.01}, acceptance=0.7)
+    with pytest.raises(InvalidArgument, match="pools.main.acceptance.0.0: must be less than or equal to 1, got 1.5"):
+        pool(acceptance=1.5)

@@ -25,12 +25,15 @@ def test_a_variant_is_read_as_triton_would(tmp_path):
     assert any("with 4 instances" in row[3] for row in faults(tmp_path, "fast")) and faults(tmp_path, "other") == []
 
 
-def test_the_packed_ensemble_is_not_read_beside_a_variant_of_the_ensemble(tmp_path):
+def test_the_packed_ensemble_is_not_read_beside_a_variant_that_the_ensemble_alone_has(tmp_path):
     put(tmp_path, texts() | {"ensemble_packed": texts()["ensemble"]})
     (tmp_path / "ensemble" / "configs").mkdir()
     (tmp_path / "ensemble" / "configs" / "gpu.pbtxt").write_text(texts()["ensemble"])
     assert "ensemble_packed" in repository.read(tmp_path, "other").models
     assert "ensemble_packed" not in repository.read(tmp_path, "gpu").models
+    (tmp_path / "ensemble_packed" / "configs").mkdir()
+    (tmp_path / "ensemble_packed" / "configs" / "gpu.pbtxt").write_text(texts()["ensemble"])
+    assert "ensemble_packed" in repository.read(tmp_path, "gpu").models
 
 
 def test_a_number_that_is_no_data_type_is_named(tmp_path):

@@ -113,6 +113,19 @@ def test_a_tied_matrix_is_one_node(tmp_path):
     assert weights.matrix("lm_head.weight") is weights.matrix("lm_head.weight")
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_stacked_matrices_have_the_values_that_they_have_alone(tmp_path, precision):
+    checkpoints.write(tmp_path, LLAMA)
+    weights = Weights(open_checkpoint(tmp_path), precision, 32)
+    names = [f"model.layers.0.self_attn.{what}_proj.weight" for what in "qkv"]
+    stacked = weights.stacked(names)
+    assert (stacked is None) == (precision in ("fp32", "fp16", "int4"))
+    if stacked is not None:
+        model = ov.Model([stacked, *map(weights.matrix, names)], [], "weights")
+        together, *alone = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})([]).to_tuple()
+        np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
 def test_fp16_refuses_what_it_cannot_hold(tmp_path):
     values = checkpoints.tensors(LLAMA)
     values[NAME][3, 5] = 70_000

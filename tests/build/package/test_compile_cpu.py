@@ -174,6 +174,7 @@ def test_progress_is_said_before_each_long_step(tmp_path):
     ("precision", "kv", "expected"),
     [
         ("int8", "u8", {"KV_CACHE_PRECISION": "u8"}),
+        ("int8_sq", "u8", {"KV_CACHE_PRECISION": "u8"}),
         ("bf16", "bf16", {"KV_CACHE_PRECISION": "bf16", "INFERENCE_PRECISION_HINT": "bf16"}),
         ("int4", "f16", {"KV_CACHE_PRECISION": "f16", "INFERENCE_PRECISION_HINT": "f32"}),
         ("bf16", "f32", {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}),
@@ -183,7 +184,7 @@ def test_progress_is_said_before_each_long_step(tmp_path):
 def test_every_pair_of_precisions_opens_and_generates(tmp_path, precision, kv, expected):
     if kv == "bf16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU does not compute in bf16")
-    made = recipe(precision, kv)
+    made = recipe(precision, kv, **({"calibration": {"size": 2}} if precision == "int8_sq" else {}))
     exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"} if expected.get("INFERENCE_PRECISION_HINT") == "f32" else {}
     assert properties(made) == expected | exact
     engine, _ = compiled(tmp_path, LLAMA, made)
@@ -210,3 +211,14 @@ def test_adapters_are_refused_for_a_graph_that_another_program_writes(tmp_path):
     made = recipe("bf16", adapters=[{"name": "poet", "path": "no/such"}])
     with pytest.raises(InvalidArgument, match="adapters: must be left out for .* optimum-intel writes; got poet"):
         check(exported, made)
+
+
+def test_activations_in_8_bits_are_refused_with_adapters_and_for_exported_graphs(tmp_path):
+    checkpoints.write(tmp_path, LLAMA)
+    opened = open_checkpoint(tmp_path)
+    made = recipe("int8_sq", adapters=[{"name": "poet", "path": "no/such"}])
+    with pytest.raises(InvalidArgument, match="adapters: must be left out with precision 'int8_sq'.*; got poet"):
+        check(opened, made)
+    exported = dataclasses.replace(opened, architecture=dataclasses.replace(opened.architecture, exported=True))
+    with pytest.raises(InvalidArgument, match="precision: must be .* optimum-intel writes; got 'int8_sq'"):
+        check(exported, recipe("int8_sq"))

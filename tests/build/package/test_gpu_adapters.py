@@ -101,7 +101,8 @@ def test_the_configurations_carry_the_weights_in_the_models_type(tmp_path, value
         assert 'name: "lora_config" data_type: TYPE_INT32 dims: [ -1, 3 ] optional: true' in text
     repository = tmp_path / "repository"
     written = {path.parts[-3]: path.read_text() for path in model_configs.write_steps(made, repository)}
-    assert written.keys() == {"ensemble", "detokenizer", "tokenizer"}
+    both = {"ensemble", "detokenizer", "ensemble_packed", "detokenizer_packed"}
+    assert written.keys() == {*both, "tokenizer"}
     assert 'name: "lora_weights" data_type: TYPE_FP16' in written["tokenizer"]
     for side in ("output_map", "input_map"):
         assert f'{side} {{ key: "lora_weights" value: "_lora_weights" }}' in written["ensemble"]

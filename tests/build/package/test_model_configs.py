@@ -183,13 +183,15 @@ def test_guides_need_a_vocabulary_and_go_with_neither_drafts_nor_beams():
 def test_the_inflight_limit_is_above_what_the_engine_holds_and_queues(tmp_path, batch):
     recipe = make(max_batch_size=batch)
     written = {path.parts[-3]: path for path in model_configs.write_steps(recipe, tmp_path)}
-    ensemble = text_format.Parse(written["ensemble"].read_text(), ModelConfig())
     engine = text_format.Parse(model_configs.render(recipe), ModelConfig())
     held = engine.max_batch_size + engine.dynamic_batching.default_queue_policy.max_queue_size
-    assert ensemble.ensemble_scheduling.max_inflight_requests == max(64, 4 * batch) >= 2 * held
+    for name in ("ensemble", "ensemble_packed"):
+        ensemble = text_format.Parse(written[name].read_text(), ModelConfig())
+        assert ensemble.ensemble_scheduling.max_inflight_requests == max(64, 4 * batch) >= 2 * held
+    assert "detokenizer_packed" in written
 
 
-@pytest.mark.parametrize("model", ["engine", "ensemble", "detokenizer"])
+@pytest.mark.parametrize("model", ["engine", "ensemble", "detokenizer", "ensemble_packed", "detokenizer_packed"])
 def test_what_packaging_writes_is_not_shown_by_git(model):
     path = f"model_repository/{model}/configs/any-engine.pbtxt"
     assert subprocess.run(["git", "check-ignore", "-q", path], cwd=layout.ROOT).returncode == 0

@@ -7,11 +7,13 @@ import pytest
 
 from build import engine
 from build.base import layout, shape
+from build.package import tuning
 from build.quality.comparison import BeyondBudget
 from build.recipe import choice, memory, schema
 from build.recipe import recipe as recipes
 from contract.errors import TridentError
 from contract.manifest import load
+from server.memory_footprint import memory_footprint
 
 TABLE = {
     "kind": "cpu",
@@ -62,6 +64,17 @@ def test_what_automatic_chooses_is_not_given_beside_it(key):
         recipe(**{key: value})
 
 
+def test_the_kv_cache_is_measured_unless_the_recipe_gives_it():
+    for given in ({}, {"kv_cache_precision": "auto"}):
+        made = recipe(precision="bf16", **given)
+        assert made.kv_cache_measured and made.kv_cache_precision == "u8"
+        assert choice.words(made) == "bf16 weights, u8 or f16 KV"
+    assert [one.kv_cache_measured for one in choice.candidates(recipe())] == [True, True, True, False]
+    adapted = {"adapters": [{"name": "a", "path": "here"}]}
+    for given in ({"kv_cache_precision": "u8"}, {"precision": "fp32"}, adapted):
+        assert not recipe(**({"precision": "bf16"} | given)).kv_cache_measured
+
+
 def test_a_wider_head_is_refused_where_it_changes_nothing():
     with pytest.raises(recipes.RecipeError, match="head_precision: has no effect on bf16 weights"):
         recipe(precision="bf16", head_precision="bf16")
@@ -109,8 +122,20 @@ def test_a_given_model_is_built_automatically_and_later_by_its_name(tmp_path, mo
     made = engine.recipe_for("mine", TABLE["model"], None)
     assert made.automatic and settings(made) == ("int8", "int8", "u8")
     assert not engine.recipe_for("mine", TABLE["model"], "int8").automatic
+    wider = {"KV_CACHE_PRECISION": "f16"}
+    monkeypatch.setattr(tuning, "measure", lambda *of: [tuning.Measured(wider)])  # as measured where that is faster
     engine.build(made, tmp_path, lambda line: None)
     assert engine.recipe_for("mine", None, None) == made
+    manifest, arch = load(tmp_path / "mine"), shape.find(TABLE["model"]).architecture
+    assert (manifest.kv_cache_precision, manifest.properties) == ("f16", wider)
+    assert manifest.memory_bytes == memory.footprint(made.changed(kv_cache_precision="f16"), arch).total_bytes
+    assert (
+        memory_footprint(manifest, tmp_path / "mine").pool_bytes
+        == 2 * memory_footprint(dataclasses.replace(manifest, kv_cache_precision="fp8"), tmp_path / "mine").pool_bytes
+    )
+    said: list[str] = []
+    engine.build(made, tmp_path, said.append)
+    assert len(said) == 1 and "up to date (int8 weights, f16 KV" in said[0]
 
 
 def test_exact_is_as_stored_with_f32_keys_and_values():

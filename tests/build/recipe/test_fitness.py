@@ -193,10 +193,10 @@ def test_the_cpu_engines_limits_must_agree(tmp_path, changes, said):
     assert all(said[f.rule] in f.reason and f.instead for f in found)
 
 
-def test_c4_only_four_bits_are_calibrated():
+def test_c4_only_four_bits_and_8_bit_activations_are_calibrated():
     table = {"kind": "cpu", "model": LLAMA_8B, "max_batch_size": 8, "max_num_tokens": 256, "max_seq_len": 512}
     table |= {"kv_cache_tokens": 8192, "calibration": {"size": 8}}
-    for precision, rules in (("int8", ["C4"]), ("int4", [])):
+    for precision, rules in (("int8", ["C4"]), ("int4", []), ("int8_sq", [])):
         recipe = recipes.parse(table | {"precision": precision}, "mine.toml")
         found = judge(Case(recipe, shapes.find(LLAMA_8B)))
         assert [f.rule for f in found] == rules

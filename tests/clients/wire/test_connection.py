@@ -56,7 +56,7 @@ def test_the_url_comes_from_the_argument_then_the_environment_then_the_default(m
     assert connection(whole, None, "", ()) is whole
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "8001", "grpc://x:1", ""])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "8001", "grpc://x:1", "", "127.0.0.1:0", "127.0.0.1:65537"])
 def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(InvalidArgument, match="url: must be HOST:PORT of the server's gRPC endpoint.*, got .*"):
         Connection(url)

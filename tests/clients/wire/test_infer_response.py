@@ -61,6 +61,14 @@ def test_responses_are_read_by_name_whatever_their_order_and_length(texts, ids, 
         assert (delta, final, error) == (TokenDelta(text, tuple(ids[n]), log_probs), False, "")
 
 
+def test_counts_on_both_sides_of_the_reason_are_no_echoed_prompt():
+    values = {"num_input_tokens": [3], "finish_reason": [""], "num_output_tokens": [1], "text_output": ["a"]}
+    for names in (list(values), ["text_output", "num_input_tokens", "finish_reason", "num_output_tokens"]):
+        for _ in range(2):  # from the second on, the order is known
+            delta, _, _ = infer_response.ResponseDecoder().decode(response({name: values[name] for name in names}))
+            assert delta == TokenDelta("a", (), ())
+
+
 def test_the_first_response_of_an_echo_tells_how_many_ids_are_the_prompts() -> None:
     values = {"text_output": ["ab"], "output_ids": [4, 5, 6], "num_input_tokens": [2]}
     delta, _, _ = infer_response.ResponseDecoder().decode(response(values))

@@ -20,7 +20,7 @@ from contract.errors import (
     TridentError,
     Unavailable,
 )
-from contract.generation import FinishReason, Timings, TokenDelta, Usage
+from contract.generation import FinishReason, GenerationRequest, Timings, TokenDelta, Usage
 from tests.fakes.replica import FakeReplica, Script
 
 ABC = ("a", "b", "c")
@@ -207,6 +207,50 @@ async def test_a_reader_learns_that_another_task_closed_its_stream(replica, play
         await stream.aclose()
         with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
             await task
+
+
+class LateMessage:
+    """A call, its attempt and its route: a message arrives although the call was cancelled before it was read."""
+
+    url = "late:1"
+
+    def __init__(self, data: bytes) -> None:
+        self.call, self._data, self.cancelled = self, data, asyncio.Event()
+
+    async def open(self, request, remaining_s) -> LateMessage:
+        return self
+
+    def __aiter__(self) -> LateMessage:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await self.cancelled.wait()
+        return self._data
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def began(self) -> None:
+        raise AssertionError("it was released")
+
+    def release(self, error, response) -> None:
+        """Nothing was reserved."""
+
+
+async def test_a_first_message_that_arrived_when_the_stream_was_closed_is_handed_out() -> None:
+    """A gateway that stood still closes a silent stream while its first message waits to be read."""
+    message = service_pb2.ModelStreamInferResponse()
+    message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 1])
+    message.infer_response.raw_output_contents.append(len(b"a").to_bytes(4, "little") + b"a")
+    request = GenerationRequest(text_input="p", timeout_s=5.0)
+    late = LateMessage(message.SerializeToString())
+    stream = TokenStream(late, request, RetrySchedule(NO_RETRY, RetryBudget(), random.Random(1)))
+    reading = asyncio.create_task(stream.__anext__())
+    await asyncio.sleep(0)
+    stream.cancel()
+    assert (await reading).text == "a"
+    with pytest.raises(StopAsyncIteration):
+        await stream.__anext__()
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1])

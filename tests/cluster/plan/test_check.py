@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.plan.check import FIGURES, Compared, described
+import pytest
+
+from cluster.plan.check import FIGURES, Compared, described, keep
+from cluster.plan.planner import _checked
+from cluster.plan.report import _errors
 
 
 def test_errors_are_those_of_the_forecast():
@@ -11,3 +15,16 @@ def test_errors_are_those_of_the_forecast():
         [Compared("2 requests/s", said, was, 0, 0.02), Compared("all", said, dict.fromkeys(FIGURES, 0.0), 3, 0)]
     )
     assert text.count("(+10%)") == len(FIGURES) and "3 failed" in text and "2%" in text
+
+
+def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_path):
+    said = [dict.fromkeys(FIGURES, value) for value in (1.1, 0.7, 1.2)]
+    was = [dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 0.0)]
+    loads = [Compared("x", *one, 0, 0.02) for one in zip(said, was, strict=True)]
+    keep(tmp_path, "today", loads)
+    assert _checked(tmp_path, "today") == pytest.approx(dict.fromkeys(FIGURES, -0.3))
+    assert _checked(tmp_path, "later") == {} == _checked(tmp_path / "none", "today")
+    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.5)])
+    assert _checked(tmp_path, "today")  # others used half of the machine: not kept
+    assert "ttft_p95_s -30%" in _errors(_checked(tmp_path, "today"))
+    assert "not compared" in _errors({})

@@ -83,9 +83,12 @@ def test_an_objective_that_a_request_alone_misses_is_refused_by_name():
         InvalidArgument, match=r"pools.main.slo.ttft_s: must be at least 0.0\d+, which requests alone take"
     ):
         operating_point(REPLICA, load(), Slo(ttft_s=0.01), "pools.main")
-    with pytest.raises(InvalidArgument, match="pools.main.classes: must fit the KV cache of 8192 tokens"):
+    with pytest.raises(InvalidArgument, match="pools.main.classes: must be requests of at most 8192 tokens, got"):
         one = table()["pools"]["main"]["classes"][0] | {"input": 9000}
         operating_point(REPLICA, load(classes=[one]), Slo(), "pools.main")
+    short = dataclasses.replace(REPLICA, longest=64)
+    with pytest.raises(InvalidArgument, match="pools.main.classes: must be requests of at most 64 tokens, got"):
+        operating_point(short, load(), Slo(), "pools.main")
 
 
 def test_a_plan_holds_together(monkeypatch):

@@ -32,6 +32,15 @@ def test_a_number_holds_for_every_hour_and_users_send_what_one_of_them_does():
     assert of_table(users).pools["main"].classes[0].rates() == (2.0,) * 24
 
 
+def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
+    given = table()
+    del given["pools"]["main"]["estimate"]
+    monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
+    for engine, folder in (("mine", str(tmp_path / "mine")), ("engines/mine", "engines/mine"), (str(tmp_path),) * 2):
+        given["pools"]["main"]["engine"] = engine
+        assert of_table(given).pools["main"].engine == folder
+
+
 @pytest.mark.parametrize(
     ("given", "field", "problem"),
     [

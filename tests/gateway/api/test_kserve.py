@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import struct
+from dataclasses import astuple
 
 import grpc
 import numpy as np
@@ -15,6 +17,7 @@ from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from clients import NO_RETRY, AsyncClient
+from clients.wire.completion import join
 from contract import tensors
 from contract.errors import (
     DeadlineExceeded,
@@ -22,6 +25,7 @@ from contract.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    TridentError,
     Unauthenticated,
     Unavailable,
 )
@@ -29,6 +33,7 @@ from contract.generation import FinishReason
 from gateway.admission.prompt_tokens import PromptTokens
 from gateway.api import kserve
 from gateway.config.tenant import Tenant
+from gateway.service import Service
 from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script, content
 from tests.gateway.running import Running, gateway, until
@@ -300,6 +305,103 @@ async def test_questions_about_server_and_model_are_answered():
                 await client.infer("ensemble", inputs("x", 2))
 
 
+async def test_the_packed_ensemble_is_offered_where_a_replica_has_it():
+    async with FakeReplica() as plain, FakeReplica(packed=True) as packed:
+        async with gateway(plain) as running, triton.InferenceServerClient(running.grpc_url) as client:
+            assert not await client.is_model_ready("ensemble_packed")
+            with pytest.raises(InferenceServerException, match="no replica is ready"):
+                await client.get_model_metadata("ensemble_packed")
+        async with gateway(plain, packed) as running, triton.InferenceServerClient(running.grpc_url) as client:
+            await until(lambda: any(replica.metrics.packed for replica in running.service.replicas.all()))
+            assert await client.is_model_ready("ensemble_packed")
+            assert (await client.get_model_metadata("ensemble_packed")).name == "ensemble_packed"
+            assert (await client.get_model_config("ensemble_packed")).config.name == "ensemble_packed"
+
+
+SCRIPTS = {
+    "length": Script((" a", " b", " c", " d", " e"), tokens_per_response=2, cached_tokens=3),
+    "refused": Script(refuse=InvalidArgument("top_p", "must be less")),
+    "failed at once": Script((), fail_after=0, error=EngineFailed("gone")),
+    "failed": Script((" a", " b", " c"), fail_after=2, error=EngineFailed("gone")),
+    "status": Script((" a", " b", " c"), status_after=1),
+    "cut": Script((" a", " b"), silent_end=True, finish_reason=None),
+}
+
+
+async def read_all(running: Running, model: str) -> tuple:
+    """What a caller gets of one stream, whatever messages it came in."""
+    deltas, error = [], None
+    async with ours(running, model=model) as client:
+        try:
+            async for delta in client.generate("one two", max_tokens=5, request_id="r1"):
+                deltas.append(delta)
+        except TridentError as raised:
+            error = type(raised), str(raised)
+    return *(astuple(join(deltas, "r1", 0.0, 0.0))), error
+
+
+async def counted(running: Running, requests: int = 1) -> dict[str, float]:
+    """The metrics once so many requests are counted: their callers may have the end before that."""
+    async with asyncio.timeout(60):
+        while True:
+            page = await running.metrics()
+            found = (value for name, value in page.items() if name.startswith("trident_gateway_requests_total"))
+            if sum(found) == requests:
+                return page
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_caller_of_the_packed_ensemble_gets_and_pays_what_one_of_the_ensemble_does(packed, hidden, monkeypatch):
+    monkeypatch.setattr(Service, "reports_cached_tokens", not hidden)
+    for name, script in SCRIPTS.items():
+        async with (
+            FakeReplica(lambda seen, script=script: script, packed=packed) as replica,
+            gateway(replica, continuations=0) as running,
+        ):
+            await until(lambda: running.service.replicas.all()[0].metrics.packed is packed)
+            answers, pages = [], [{}]
+            for model in ("ensemble", "ensemble_packed"):
+                answers.append(await read_all(running, model))
+                pages.append(await counted(running, len(pages)))
+            assert answers[0] == answers[1], name
+            assert [seen.model for seen in replica.seen] == ["ensemble", "ensemble_packed" if packed else "ensemble"]
+            for metric in pages[2]:
+                if metric.startswith(("trident_gateway_tokens_total", "trident_gateway_requests_total")):
+                    assert pages[2][metric] == 2 * pages[1].get(metric, 0), (name, metric)
+
+
+async def test_a_stream_of_the_packed_ensemble_goes_on_at_a_replica_without_it():
+    died = Script(tuple(f" {n}" for n in range(9)), status_after=4)
+    whole = dataclasses.replace(died, status_after=None)
+    async with FakeReplica(lambda seen: died, packed=True) as one, gateway(one, continuations=2) as running:
+        await until(lambda: running.service.replicas.all()[0].metrics.packed)
+        reading = asyncio.ensure_future(read_all(running, "ensemble_packed"))
+        await until(lambda: one.counts.started == 1 and not one.counts.running)
+        one.script, one.packed = (lambda seen: whole), False
+        got = await reading
+        assert got[0] == "".join(whole.tokens) and got[-1] is None
+        assert [seen.model for seen in one.seen][0] == "ensemble_packed" and one.seen[-1].model == "ensemble"
+        assert one.seen[-1].inputs["continue_ids"] == list(range(4))
+        assert (await running.metrics())['trident_gateway_continuations_total{result="continued"}'] >= 1
+
+
+async def test_another_output_of_the_packed_ensemble_is_refused_by_name():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        for outputs in (["packed_delta"], ["packed_delta", "text_output"]):
+            requested = [InferRequestedOutput(name) for name in outputs]
+            request = {"model_name": "ensemble_packed", "inputs": inputs("x", 2), "outputs": requested}
+            async with triton.InferenceServerClient(running.grpc_url) as client:
+
+                async def iterate(request=request):
+                    yield request
+
+                async for _, error in client.stream_infer(iterate()):
+                    assert (error is None) is (len(outputs) == 1), error
+                    assert error is None or "outputs: must be packed_delta alone, got 'text_output'" in str(error)
+
+
 async def test_a_message_over_the_limit_is_refused():
     async with FakeReplica() as replica, gateway(replica, max_body_bytes=2048) as running, ours(running) as client:
         with pytest.raises(Overloaded, match="larger than max"):
@@ -429,7 +531,7 @@ async def test_an_answer_that_ends_in_the_middle_is_not_passed_on_as_a_whole_one
             async for delta in client.generate("x"):
                 got.append(delta.text)
         assert got == [" a", " b"]
-        assert (await running.metrics())[CODE % "UNAVAILABLE"] == 1
+        assert (await counted(running))[CODE % "UNAVAILABLE"] == 1
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff\xff", b"\x12\xff\xff\xff\x7f"])
@@ -440,7 +542,7 @@ async def test_what_cannot_be_read_is_not_passed_on_but_said_to_be_so(rubbish: b
             seen[0] == ("r1", " a")
             and "EngineFailed: the engine failed while it served the request; quote" in seen[1][1]
         )
-        assert len(seen) == 2 and (await running.metrics())[CODE % "INTERNAL"] == 1
+        assert len(seen) == 2 and (await counted(running))[CODE % "INTERNAL"] == 1
 
 
 async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
@@ -452,7 +554,7 @@ async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
 async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
     async with FakeReplica(lambda seen: Script(refuse=EngineFailed("no"))) as replica, gateway(replica) as running:
         await send_requests(running, {"inputs": inputs("x", 2)})
-        assert (await running.metrics())[CODE % "INTERNAL"] == 1
+        assert (await counted(running))[CODE % "INTERNAL"] == 1
 
 
 async def test_a_caller_that_requests_the_text_alone_pays_for_every_token_and_gets_the_text_alone():

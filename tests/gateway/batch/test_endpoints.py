@@ -246,7 +246,7 @@ async def test_bad_requests_are_refused_by_name(tmp_path: Path):
         for data in (b"", b"--b\r\n", b"--b\r\n\r\nno name\r\n--b--\r\n", b"junk", b"--b\r\nx: " + b"y" * 20_000):
             assert (await running.post("/v1/files", data=data, **form))[0] == 400, data[:20]
         assert (await running.post("/v1/files", data=b"{}", content_type="application/json"))[0] == 400
-        for query in ("limit=0", "limit=x", "after=file-none"):
+        for query in ("limit=0", "limit=x", "after=file-none", "purpose="):
             assert (await running.get(f"/v1/files?{query}"))[0] in (400, 404)
         assert [one.id async for one in ask.files.list()] == [file.id]
 

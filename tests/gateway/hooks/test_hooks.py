@@ -130,9 +130,12 @@ async def test_requests_and_outputs_are_changed_on_every_endpoint():
 @pytest.mark.slow
 async def test_ids_that_show_the_text_are_not_sent_over_grpc():
     async with FakeReplica(words(" a", " b")) as replica, gateway(replica, config=UPPER) as running:
-        async with AsyncClient(running.grpc_url) as client:
-            done = await client.generate("p", max_tokens=4).complete()
-    assert done.text == " A B" and not done.token_ids
+        for model in ("ensemble", "ensemble_packed"):
+            async with AsyncClient(running.grpc_url, model=model) as client:
+                done = await client.generate("p", max_tokens=4).complete()
+            assert (
+                done.text == " A B" and not done.token_ids and done.usage is not None and done.usage.output_tokens == 2
+            )
 
 
 @pytest.mark.slow
@@ -153,8 +156,12 @@ async def test_a_cached_text_is_the_original_and_every_reader_has_its_own_hooks(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Raises", "Hangs", "Spins", "Blocks", "Waits", "Nonsense"])
 @pytest.mark.parametrize("rule", ["open", "closed"])
-async def test_a_broken_hook_harms_no_other_stream(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+async def test_a_broken_hook_harms_no_other_stream(
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     monkeypatch.setattr("gateway.hooks.runner.HANG_S", 0.2)
+    sample_hooks.LET_GO.clear()
+    request.addfinalizer(sample_hooks.LET_GO.set)
     config = keys(ALICE, BOB) + of(kind, on_failure=rule, timeout_ms=20.0, max_hangs=2, tenants=["o0"])
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
     async with FakeReplica(words(" a", " b")) as replica, gateway(replica, config=config) as running:

@@ -241,6 +241,20 @@ async def test_a_calibrated_replica_has_a_pace_and_a_weight_before_its_first_req
             assert (await running.metrics())[name] == pytest.approx(8 / 0.018)
 
 
+async def test_a_replica_that_lost_the_packed_ensemble_serves_the_stream_through_the_other_one():
+    class Replaced(FakeReplica):
+        models = ("ensemble", "engine")  # its metrics are those of the server before
+
+    async with Replaced(packed=True) as replica, gateway(replica) as running:
+        await until(lambda: running.service.replicas.ready()[0].metrics.packed)
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):
+                body = REQUEST | {"stream": True}
+                async with session.post(running.base_url + "/v1/completions", json=body) as answer:
+                    assert '"text":" two"' in await answer.text()
+        assert [seen.model for seen in replica.seen].count("ensemble") == 2 == replica.counts.started
+
+
 async def test_a_stream_takes_the_packed_ensemble_where_the_replica_says_that_it_has_it():
     async with FakeReplica() as plain, FakeReplica(packed=True) as packed:
         async with gateway(plain, packed) as running:

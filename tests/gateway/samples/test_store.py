@@ -201,7 +201,8 @@ from gateway.samples.store import KEPT, SampleStore
 from tests.gateway.samples.test_store import RULES, sample
 store, number = SampleStore(Path(sys.argv[1]), None), 0
 while True:
-    store.append("a", KEPT, [sample(f"{sys.argv[2]}-{number}", "x" * 300)], RULES.model_copy(update={"bytes": 2**30}))
+    added = sample(f"{sys.argv[2]}-{number}", "x" * 300, float(sys.argv[3]))
+    store.append("a", KEPT, [added], RULES.model_copy(update={"bytes": 2**30}))
     number += 1
     if number == 20:
         print("ready", flush=True)
@@ -212,7 +213,10 @@ while True:
 def test_several_processes_write_together_and_kill_9_leaves_what_can_be_read(store):
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-c", WRITER, str(store.folder)]
-    writers = [subprocess.Popen([*command, str(n)], cwd=root, stdout=subprocess.PIPE, text=True) for n in range(3)]
+    # One time for all processes, which may import this module in different hours: a file holds an hour.
+    writers = [
+        subprocess.Popen([*command, str(n), str(NOW)], cwd=root, stdout=subprocess.PIPE, text=True) for n in range(3)
+    ]
     for writer in writers:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
     for writer in writers:

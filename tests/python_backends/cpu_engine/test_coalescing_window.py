@@ -1,16 +1,38 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.coalescing_window import COMFORT_NS, MIN_NS, PER_STREAM_NS, CoalescingWindow
+from python_backends.cpu_engine import coalescing_window
+from python_backends.cpu_engine.coalescing_window import FEW, SHARE, WAIT_OF_FEW_NS, WAIT_OF_MANY_NS
+from python_backends.cpu_engine.serving_cost import ServingCost
 
 MS = 1_000_000
+LONG = 10**9
 distances = st.integers(1, 50 * MS)
 
 
+def window_of(max_ns, response_s=0.0003, cores=2.0):
+    cost = ServingCost(lambda: None)
+    cost.response_s, cost.cores = response_s, cores
+    return coalescing_window.CoalescingWindow(max_ns, cost)
+
+
+def wide(max_ns):
+    """A window of ``max_ns``, whatever the streams."""
+    return window_of(max_ns, response_s=1000)
+
+
 def waits(window, steps_ns, live):
-    """How long each step's tokens waited for the burst they left with; those that did not leave are left out."""
+    """Return how long each step's tokens waited, and when those came that wait still.
+
+    Between the steps a ticker looks when the window is over, as late as timers are.
+    """
     waiting, waited = [], []
     for now_ns in steps_ns:
+        remaining_ns = window.remaining_ns(waiting[-1], live) if waiting else None
+        if remaining_ns is not None and (look_ns := waiting[-1] + remaining_ns + 1) < now_ns:
+            assert window.expired(look_ns, live)
+            waited += [look_ns - came_ns for came_ns in waiting]
+            waiting = []
         waiting.append(now_ns)
         if window.add_step(now_ns, live):
             waited += [now_ns - came_ns for came_ns in waiting]
@@ -18,39 +40,66 @@ def waits(window, steps_ns, live):
     return waited, waiting
 
 
-@given(st.integers(0, 10_000), st.integers(0, 10**9))
-def test_the_window_grows_with_the_streams_from_its_least_to_its_bound(live, bound):
-    window = CoalescingWindow(bound)
+@given(st.integers(0, 10_000), st.integers(0, 10**9), st.floats(1e-6, 1e-2), st.floats(0.1, 256))
+def test_bursts_take_their_share_of_the_cpu_unless_tokens_would_wait_too_long(live, bound, response_s, cores):
+    window = window_of(bound, response_s, cores)
     assert window.width_ns(0) <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
-    assert window.width_ns(live) in (bound, MIN_NS, COMFORT_NS, live * PER_STREAM_NS, live * PER_STREAM_NS // 2)
+    longest_ns = min(bound, WAIT_OF_FEW_NS if live <= FEW else WAIT_OF_MANY_NS)
+    width_ns = window.width_ns(live)
+    assert width_ns <= longest_ns
+    if width_ns < longest_ns:
+        assert abs(live * response_s * 1e9 - SHARE * cores * width_ns) <= SHARE * cores + 1
 
 
-@given(st.lists(distances, min_size=1, max_size=30), st.integers(1, 64))
-def test_without_a_window_and_with_steps_that_are_wider_every_step_leaves_at_once(gaps_ns, live):
-    now_ns, none, wide = 10**12, CoalescingWindow(0), CoalescingWindow(20 * MS)
+def test_a_dear_response_or_a_busy_neighbour_widens_the_window():
+    usual, dear, busy = (window_of(50 * MS, *how).width_ns(6) for how in ((1e-4,), (2e-4,), (1e-4, 1.0)))
+    assert (usual, dear, busy) == (2 * MS, 4 * MS, 4 * MS)
+
+
+@given(st.lists(distances, min_size=1, max_size=60), st.integers(1, 200))
+def test_whatever_the_steps_no_token_waits_longer_than_the_bound(gaps_ns, live):
+    steps_ns, now_ns = [], LONG
     for gap_ns in gaps_ns:
-        now_ns += gap_ns + 20 * MS
-        assert none.add_step(now_ns, live) and wide.add_step(now_ns, live)
+        steps_ns.append(now_ns := now_ns + gap_ns)
+    waited, waiting = waits(wide(LONG), steps_ns, live)
+    assert max(waited, default=0) <= (18 * MS if live <= 32 else 44 * MS) + 1
+    assert len(waited) + len(waiting) == len(gaps_ns)
 
 
-@given(st.integers(MS // 2, 50 * MS), st.integers(2, 64), st.integers(1, 20 * MS))
-def test_at_an_even_pace_no_token_waits_longer_than_the_window_and_as_many_steps_leave_together_as_fit(
-    gap, live, bound
-):
-    window = CoalescingWindow(bound)
-    begin_ns = 10**12
-    waits(window, [begin_ns, begin_ns + gap], live)  # it knows the pace now
+@given(st.lists(distances, min_size=5, max_size=30), st.integers(1, 32))
+def test_without_a_window_and_with_steps_that_are_wider_every_step_leaves_at_once(gaps_ns, live):
+    now_ns, none, twenty = LONG, window_of(0), wide(LONG)
+    for gap_ns in gaps_ns:
+        now_ns += gap_ns + 27 * MS
+        assert none.add_step(now_ns, live) and twenty.add_step(now_ns, live)
+
+
+@given(st.integers(MS // 2, 50 * MS), st.integers(2, 64), st.integers(1, 18 * MS))
+def test_at_an_even_pace_as_many_steps_leave_together_as_fit(gap, live, bound):
+    window = wide(bound)
+    begin_ns = LONG
+    for _ in range(4):
+        window.add_step(begin_ns := begin_ns + gap, live)  # it knows the pace now
     while not window.add_step(begin_ns := begin_ns + gap, live):
         pass
-    steps = window.width_ns(live) // gap + 1
+    steps = bound // gap + 1
     waited, left = waits(window, [begin_ns + (n + 1) * gap for n in range(3 * steps)], live)
     assert sorted(waited) == sorted(list(range(0, steps * gap, gap)) * 3) and not left
-    assert max(waited) <= window.width_ns(live)
+
+
+def test_a_step_that_is_longer_beside_a_burst_does_not_end_coalescing():
+    """The next step has no burst beside it, if the tokens wait: that is tried when steps are too long for long."""
+    window, now_ns, sent = wide(LONG), LONG, []
+    for step in range(64):
+        now_ns += (21 if sent and sent[-1] == step - 1 else 15) * MS
+        if window.add_step(now_ns, 32):
+            sent.append(step)
+    assert len([step for step in sent if step >= 32]) == 16  # two tokens a message, in place of one
 
 
 @given(st.lists(distances, min_size=1, max_size=40), st.integers(1, 64))
 def test_between_steps_the_window_is_over_when_its_oldest_token_has_waited_so_long(gaps_ns, live):
-    now_ns, window, oldest_ns = 10**12, CoalescingWindow(18 * MS), None
+    now_ns, window, oldest_ns = LONG, wide(18 * MS), None
     for gap_ns in gaps_ns:
         look_ns = now_ns + gap_ns // 2
         late = oldest_ns is not None and look_ns - oldest_ns > window.width_ns(live)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
-from python_backends.cpu_engine.drafting import BUSY, RETRY, SHORT, Drafting, DraftLength
+from python_backends.cpu_engine.drafting import BUSY, QUIET, RETRY, SHORT, WORTH_MOVING, Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
@@ -36,10 +37,24 @@ def test_the_length_follows_the_load():
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
     for _ in range(100):
-        length.observe(8, 0)
+        length.observe(8, 0, 16)
     assert [length.choose(0) for _ in range(RETRY)] == [0] * (RETRY - 1) + [8]
     for _ in range(100):
-        length.observe(8, 3)
+        length.observe(8, 3, 16)
+    assert length.choose(0) == 8
+
+
+def test_the_beginnings_of_answers_tell_less_than_what_follows():
+    """Bursts that end drafting after ten tokens, and one answer that is drafted for to its end."""
+    length = DraftLength(8)
+    for position in [*range(1, 11)] * 8:
+        length.observe(8, 0, position)
+    assert length.choose(0) == 8
+    for position in [*range(1, 11)] * 20:
+        length.observe(8, 0, position)
+    assert length.choose(0) == 0
+    for position in range(1, 200, 9):
+        length.observe(8, 8, position)
     assert length.choose(0) == 8
 
 
@@ -47,7 +62,7 @@ def test_a_draft_model_has_to_earn_its_time():
     free, dear = DraftLength(4), DraftLength(4, cost=0.3)
     for length in (free, dear):
         for _ in range(200):
-            length.observe(4, 1)
+            length.observe(4, 1, 16)
     assert (free.choose(0), dear.choose(0)) == (4, 0)
 
 
@@ -58,7 +73,7 @@ def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int
         chosen = length.choose(running)
         assert 0 <= chosen <= most and (running < BUSY or not chosen)
         if chosen:
-            length.observe(chosen, min(chosen, accepted))
+            length.observe(chosen, min(chosen, accepted), running)
 
 
 def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
@@ -81,7 +96,7 @@ def test_a_probe_is_no_try_of_whether_drafts_gain():
     drafting = Drafting(None, LIMITS, 3)
     drafting.admit(command(1), genai.GenerationConfig(), running=0)
     for _ in range(200):
-        drafting.observe(1, [1], first=False)
+        drafting.observe(1, [1])
     drafting.end(1)
     for id in range(RETRY - 1):
         assert not drafting.admit(command(id), genai.GenerationConfig(), running=0)
@@ -112,8 +127,8 @@ def test_sequences_leave_with_what_they_have_generated():
     drafting = Drafting(None, LIMITS, 3)
     stay = {"guide": Guide("regex", "a"), "presence_penalty": 1.0, "frequency_penalty": 1.0}
     drafting.admit(command(1, min_tokens=4), genai.GenerationConfig(), running=0)
-    drafting.observe(1, [7], first=True)
-    drafting.observe(1, [8, 9], first=False)
+    drafting.observe(1, [7])
+    drafting.observe(1, [8, 9])
     for id, (key, value) in enumerate(stay.items(), 2):
         drafting.admit(command(id, **{key: value}), genai.GenerationConfig(), running=id - 1)
     (moved,) = drafting.leave()
@@ -129,13 +144,54 @@ def test_sequences_leave_with_what_they_have_generated():
 def test_counts_are_of_the_sequences_that_draft():
     drafting = Drafting(None, LIMITS, 3)
     drafting.admit(command(1), genai.GenerationConfig(), running=0)
-    drafting.observe(1, [1], first=True)
-    drafting.observe(1, [2, 3, 4], first=False)
-    drafting.observe(1, [5], first=False)
-    drafting.observe(1, [], first=False)
-    drafting.observe(2, [6, 7], first=False)  # a sequence of the plain pipeline
+    drafting.observe(1, [1])
+    drafting.observe(1, [2, 3, 4])
+    drafting.observe(1, [5])
+    drafting.observe(1, [])
+    drafting.observe(2, [6, 7])  # unknown
     assert drafting.take_counts() == (2, 2)
     assert drafting.take_counts() == (0, 0)
+
+
+def test_sequences_come_back_when_few_are_left():
+    pipeline, most = object(), WORTH_MOVING + 5
+
+    def followed(*commands: AddSequence, tokens: int = 3) -> Drafting:
+        drafting = Drafting(pipeline, LIMITS, 3)
+        for each in commands:
+            drafting.follow(each)
+            drafting.observe(each.id, list(range(tokens)))
+        return drafting
+
+    few = [command(id, max_tokens=most) for id in range(QUIET)]
+    drafting = followed(*few)
+    back = drafting.back()
+    assert [each.input_ids.tolist() for each in back] == [[*range(10), 0, 1, 2]] * QUIET and len(drafting) == 0
+    configs = [genai.GenerationConfig() for _ in back]
+    for each, config in zip(back, configs, strict=True):
+        drafting.take_back(each, config)
+    assert [config.num_assistant_tokens for config in configs] == [LIMITS.max_draft_len, SHORT]
+    assert len(drafting) == QUIET and not drafting.back()
+    drafting.observe(0, [7])  # the first tokens after a move are of no draft
+    assert drafting.take_counts() == (0, 0)
+    drafting.observe(0, [8, 9])
+    assert drafting.take_counts() == (1, 1)
+    # None does where one has to stay, has too little left or no token yet, or where there are more of them.
+    assert not followed(*few, command(QUIET, max_tokens=most)).back()
+    assert not followed(few[0], command(1, max_tokens=most, presence_penalty=1.0)).back()
+    assert not followed(few[0], command(1, max_tokens=most - 3)).back()
+    assert not followed(*few, tokens=1).back()
+    ended = followed(*few)
+    ended.end(0)
+    assert [each.id for each in ended.back()] == [1]
+    # Nor where drafts are rejected, or one is drafted for.
+    rejected = followed(command(1, max_tokens=most), tokens=2)
+    rejected.admit(command(2), genai.GenerationConfig(), running=0)
+    assert not rejected.back()
+    for _ in range(200):
+        rejected.observe(2, [1])
+    rejected.end(2)
+    assert not rejected.back()
 
 
 class Listener:
@@ -167,12 +223,32 @@ def ended(listener: Listener) -> set[int]:
     return {o.id for report in listener.reports for o in report.outputs if o.event.last}
 
 
-def generated(engine_dir, requests, beside: int = 0) -> tuple[list[list[int]], Listener]:
-    """Send requests to a worker of the engine, the next when ``beside`` others run; return the ids of each."""
+def begin_drafting(link: WorkerLink, listener: Listener) -> None:
+    """Send short requests, one after the other, until one drafts; the first does not."""
+    for id in range(1000, 1200):
+        link.send(AddSequence(id, np.arange(8), SHORT, SamplingParams(top_k=1), frozenset()))
+        listener.wait(lambda id=id: listener.dead or id in ended(listener))
+        assert not listener.dead
+        if any(report.drafting for report in listener.reports):
+            break
+        time.sleep(0.1)
+    assert id > 1000
+    listener.reports.clear()
+
+
+def generated(
+    engine_dir, requests, beside: int = 0, lengths: dict[int, int] | None = None
+) -> tuple[list[list[int]], Listener]:
+    """Send requests to a worker of the engine, the next when ``beside`` others run; return the ids of each.
+
+    lengths: of answers, by request, in place of 60 tokens.
+    """
     listener = Listener()
     link = WorkerLink(engine_dir, listener)
     listener.wait(lambda: listener.ready or listener.dead)
     assert listener.ready, listener.dead
+    if manifests.load(engine_dir).draft_tokens:
+        begin_drafting(link, listener)
 
     def room(id):
         return listener.dead or len(ended(listener)) >= id - 1 - beside
@@ -181,7 +257,8 @@ def generated(engine_dir, requests, beside: int = 0) -> tuple[list[list[int]], L
         for id, (prompt, sampling, guide) in enumerate(requests, 1):
             stops = frozenset({256})
             listener.wait(lambda id=id: room(id))
-            link.send(AddSequence(id, np.array(prompt, np.int64), 60, sampling, stops, guide=guide))
+            tokens = (lengths or {}).get(id, 60)
+            link.send(AddSequence(id, np.array(prompt, np.int64), tokens, sampling, stops, guide=guide))
         listener.wait(lambda: len(ended(listener)) == len(requests) or listener.dead)
         assert not listener.dead
     finally:
@@ -253,6 +330,48 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
 
 
 @pytest.mark.slow
+def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(triton_types, tiny_engine, drafting_engine):
+    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1, log_probs=True), None) for n in range(BUSY + 1)]
+    long = {1: 200}
+    plain, undrafted = generated(tiny_engine, requests, len(requests), long)
+    drafted, listener = generated(drafting_engine, requests, len(requests), long)
+    assert drafted == plain and listener.log_probs == pytest.approx(undrafted.log_probs, abs=1e-4)
+    alone = [report for report in listener.reports if [output.id for output in report.outputs] == [1]]
+    assert sum(report.drafting for report in alone[-10:]) >= 8
+
+
+@pytest.mark.slow
+def test_an_engine_whose_second_pipeline_cannot_be_loaded_serves_without_drafts(
+    triton_types, drafting_engine, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(drafting_engine, tmp_path / "engine")
+    table = json.loads((folder / "manifest.json").read_text())
+    table["recipe"]["speculative_decoding"] = {"mode": "draft_model", "max_draft_len": 4}
+    table["evaluation"] = {"draft": {"cost": 0.1}}
+    (folder / "manifest.json").write_text(json.dumps(table))  # and no folder draft/
+    monkeypatch.setattr(f"{__name__}.begin_drafting", lambda link, listener: None)
+    found, listener = generated(folder, [([5, 6, 7, 8], SamplingParams(top_k=1), None)] * 5)
+    assert found == found[:1] * 5 and found[0]
+    assert not any(report.drafting for report in listener.reports)
+
+
+def test_nothing_drafts_until_the_pipeline_is_loaded_and_what_runs_then_goes_over_to_it():
+    drafting = Drafting(None, LIMITS, 3)
+    drafting.load_with(lambda: "pipeline")
+    config = genai.GenerationConfig()
+    assert not drafting.admit(command(1, max_tokens=100), config, running=0) and not config.num_assistant_tokens
+    drafting.follow(command(1, max_tokens=100))
+    drafting.observe(1, [7])
+    drafting.observe(1, [8])
+    assert not drafting.back() and drafting.pipeline is None
+    drafting.load()
+    assert drafting.pipeline == "pipeline"
+    assert [one.input_ids.tolist() for one in drafting.back()] == [[*range(10), 7, 8]]
+    drafting.end(1)
+    assert drafting.admit(command(2), config, running=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["drafting_engine", "draft_model_engine"])
 def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, request):
     drafting_engine = request.getfixturevalue(engine)
@@ -263,6 +382,8 @@ def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, r
         link.send(AddSequence(id, np.arange(100) % 50, max_tokens, SamplingParams(top_k=1), frozenset()))
 
     try:
+        listener.wait(lambda: listener.ready or listener.dead)
+        begin_drafting(link, listener)
         for round in range(30):
             for id in range(6 * round, 6 * round + (6 if round % 2 else 2)):
                 add(id)

@@ -102,7 +102,7 @@ def test_the_time_between_responses_is_observed_of_a_sample(metrics, triton):
     one, name = stream(), "trident_inter_token_latency_seconds"
     for nth in range(1, 101):
         add(one, 1)
-        metrics.sent(one, one.take(nth * SECOND))
+        metrics.sent([(one, one.take(nth * SECOND))])
     metrics.show(load())
     metrics.show(load())
     assert triton.metric_value(name, **NAMES) == 4

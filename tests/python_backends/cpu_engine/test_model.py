@@ -222,6 +222,14 @@ def test_a_fault_of_ours_is_a_well_formed_error_and_the_next_request_is_taken(tr
 def test_a_request_whose_client_has_gone_already_is_not_run(send):
     sender = send(cancelled=True)
     assert sender.closed and sender.responses == [None]
+    before_ns = time.monotonic_ns() - 10**9  # the tokenizer got it a second ago
+    sender = send(cancelled=True, tokenizer_time_ns=[before_ns, before_ns])
+    assert sender.closed and sender.responses == [None]
+
+
+def test_the_client_of_a_request_that_came_just_now_is_not_asked_for(send, answers):
+    now_ns = time.monotonic_ns()
+    assert len(ids(answers(send(cancelled=True, tokenizer_time_ns=[now_ns, now_ns])))) == 8
 
 
 def test_a_stop_request_ends_the_streams_of_its_id_and_is_answered_once(held, send, answers):

@@ -63,17 +63,16 @@ def stream(key, sink, streaming=True):
 
 def add(senders, one, *ids):
     """What the engine does with new tokens."""
-    with one.lock:
+    with senders:
         one.add_tokens(list(ids), [0.0] * len(ids), [], time.monotonic_ns())
         if one.due(flush=True):
             senders.put(one)
 
 
 def finish(senders, one, event=StreamEvent.LENGTH, error=None):
-    with one.lock:
+    with senders:
         one.finish(event, error=error)
-        if not one.queued:
-            senders.put(one)
+        senders.put(one)
 
 
 @pytest.fixture
@@ -83,9 +82,7 @@ def heard():
 
 @pytest.fixture
 def senders(triton, heard):
-    senders = ResponseSenders(
-        4, lambda one, increment: heard["sent"].append((one, increment)), lambda one, exc: heard["lost"].append(one)
-    )
+    senders = ResponseSenders(4, lambda sent: heard["sent"].extend(sent), lambda one, exc: heard["lost"].append(one))
     yield senders
     senders.close()
 
@@ -128,6 +125,45 @@ def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(sen
     assert [increment.token_ids for increment in sink.increments] == [[1], [2, 3, 4]]
 
 
+def test_what_becomes_due_together_is_sent_by_one_thread_and_a_large_step_by_several(senders):
+    sinks, used = [], {}
+    for key in range(3 * 32):
+        sinks.append(Sink(pause=lambda key=key: (used.setdefault(key, threading.get_ident()), time.sleep(0.0005))))
+    with senders:
+        for key, sink in enumerate(sinks):
+            one = stream(key, sink)
+            one.finish(StreamEvent.LENGTH)
+            senders.put(one)
+        assert not any(sink.increments for sink in sinks)  # they leave when the lock is released
+    for sink in sinks:
+        assert sink.closed.wait(60)
+    groups = [{used[key] for key in range(start, start + 32)} for start in (0, 32, 64)]
+    assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) > 1
+
+
+def test_step_after_step_is_sent_by_the_thread_that_sent_last(senders):
+    used = []
+    one = stream(1, Sink(pause=lambda: used.append(threading.get_ident())))
+    for token in range(5):
+        while len(senders._idle) < 4:
+            time.sleep(0.001)
+        add(senders, one, token)
+        while len(used) == token:
+            time.sleep(0.001)
+    assert len(set(used)) == 1
+
+
+def test_a_stream_that_is_put_twice_sends_once(senders):
+    sink = Sink()
+    one = stream(1, sink)
+    with senders:
+        one.add_tokens([1, 2], [0.0, 0.0], [], 1)
+        senders.put(one)
+        senders.put(one)
+    finish(senders, one)
+    assert sink.closed.wait(60) and sink.ids() == [1, 2]
+
+
 def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(senders, heard):
     silent, speaking = Sink(), Sink()
     error = Unavailable("going")
@@ -145,7 +181,7 @@ def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(sen
 def test_a_probe_counts_as_an_answer(senders):
     sink = Sink()
     one = stream(1, sink)
-    with one.lock:
+    with senders:
         one.probe_due = True
         senders.put(one)
     while not sink.increments:
@@ -184,7 +220,7 @@ def test_an_end_that_cannot_be_sent_still_closes_the_answer(senders, heard, trit
 
 def test_close_lets_every_end_out_first(triton):
     sinks = [Sink(pause=lambda: time.sleep(0.005)) for _ in range(8)]
-    senders = ResponseSenders(2, lambda one, increment: None, lambda one, problem: None)
+    senders = ResponseSenders(2, lambda sent: None, lambda one, problem: None)
     streams = [stream(key, sink) for key, sink in enumerate(sinks)]
     for one in streams:
         add(senders, one, 1)
@@ -204,14 +240,14 @@ def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_
         release.wait(60)
 
     sink = Sink(pause=hold)
-    senders = ResponseSenders(1, lambda one, increment: None, lambda one, problem: None)
+    senders = ResponseSenders(1, lambda sent: None, lambda one, problem: None)
     one = stream(1, sink)
     add(senders, one, 1)
     assert entered.wait(60)
     finish(senders, one)
     closing = threading.Thread(target=senders.close)
     closing.start()
-    while senders._queue.empty():  # the order to stop is in the queue now
+    while not senders._closed:
         time.sleep(0.001)
     release.set()
     closing.join()

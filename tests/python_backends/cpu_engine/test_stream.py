@@ -31,8 +31,8 @@ def request(**changes):
     return EngineRequest(**fields | changes)
 
 
-def stream(**changes):
-    return Stream(epoch=11, key=22, request=request(**changes), sink=None, submitted_ns=3)
+def stream(key=22, **changes):
+    return Stream(epoch=11, key=key, request=request(**changes), sink=None, submitted_ns=3)
 
 
 def add(stream, *ids, now_ns=10 * MS):
@@ -115,13 +115,6 @@ def test_the_first_token_and_the_end_are_due_at_once_the_rest_with_a_flush():
     one.finish(StreamEvent.LENGTH)
     assert one.due(flush=False)
     one.take(11 * MS)
-    assert not one.due(flush=True)
-
-
-def test_a_stream_that_a_sender_has_is_not_due_again():
-    one = stream()
-    add(one, 1)
-    one.queued = True
     assert not one.due(flush=True)
 
 
@@ -212,6 +205,18 @@ def test_a_stream_ends_once_and_the_first_end_counts():
     increment = one.take(20)
     assert (increment.token_ids, increment.state.event, increment.error) == ([1], StreamEvent.CANCELLED, "")
     assert one.closed
+
+
+def test_a_failure_refuses_a_stream_only_before_its_first_response():
+    error, silent, speaking = EngineFailed("broke"), stream(), stream()
+    assert silent.refusal() is None and not silent.closed
+    silent.finish(StreamEvent.ERROR, error=error)
+    assert silent.refusal() is error and silent.closed
+    assert silent.refusal() is None and silent.take(20) is None
+    add(speaking, 1)
+    speaking.take(20)
+    speaking.finish(StreamEvent.ERROR, error=error)
+    assert speaking.refusal() is None and speaking.take(30).state.event is StreamEvent.ERROR
 
 
 @pytest.mark.parametrize(

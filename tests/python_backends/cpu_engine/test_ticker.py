@@ -9,6 +9,7 @@ from python_backends.cpu_engine.coalescing_window import CoalescingWindow
 from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad
 from python_backends.cpu_engine.scheduler import Scheduler
+from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
 from python_backends.ensemble.stream_state import StreamEvent
@@ -17,14 +18,19 @@ from tests.python_backends.cpu_engine.test_stream import stream
 
 
 class Recorder:
-    """Stands for the senders and the metrics."""
+    """Stands for the senders, whose lock it is, and the metrics."""
 
     def __init__(self):
-        self.sent, self.loads = [], []
+        self.put_keys, self.sent, self.loads, self._lock = [], 0, [], threading.RLock()
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
 
     def put(self, found):
-        found.queued = True
-        self.sent.append(found.key)
+        self.put_keys.append(found.key)
 
     def show(self, load):
         self.loads.append(load)
@@ -34,11 +40,12 @@ class Setting:
     def __init__(self):
         self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
         self.scheduler, self.now_ns, self.closed = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12, ()
+        cost = ServingCost(lambda: None)
         self.ticker = Ticker(
-            threading.RLock(),
             self.streams,
             self.scheduler,
-            CoalescingWindow(0),
+            CoalescingWindow(0, cost),
+            cost,
             self.recorder,
             self.recorder,
             HttpDisconnects(lambda: self.closed),
@@ -59,8 +66,9 @@ class Setting:
         self.scheduler.enqueue(one.key, 1)
         self.scheduler.schedule()
         one.started_ns = self.now_ns
-        self.streams.add(one)
-        self.ticker.wake()
+        with self.recorder:
+            self.streams.add(one)
+            self.ticker.watch(one.request.deadline_ns)
         return one
 
 
@@ -101,11 +109,23 @@ def test_a_stream_past_its_deadline_is_ended(setting):
     assert setting.ended == [(one.key, StreamEvent.ERROR, "deadline")]
 
 
+def test_a_deadline_before_the_next_check_is_kept(setting):
+    setting.add()
+    until(lambda: setting.recorder.loads)  # it has looked at the first stream
+    one = stream(key=23, timeout_ns=10**7, arrival_ns=setting.now_ns)
+    with setting.recorder:
+        setting.streams.add(one)
+        setting.ticker.watch(one.request.deadline_ns)
+    setting.now_ns += 2 * 10**7  # no stream has been silent for long yet
+    until(lambda: setting.ended)
+    assert setting.ended == [(one.key, StreamEvent.ERROR, "deadline")]
+
+
 def test_a_silent_stream_is_probed(setting):
     one = setting.add()
     setting.now_ns += 10**9
-    until(lambda: setting.recorder.sent)
-    assert one.probe_due and setting.recorder.sent == [one.key]
+    until(lambda: setting.recorder.put_keys)
+    assert one.probe_due and set(setting.recorder.put_keys) == {one.key}
 
 
 @pytest.mark.parametrize("streaming", [True, False])

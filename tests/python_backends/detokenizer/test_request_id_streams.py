@@ -1,16 +1,20 @@
 """An engine that names nothing in band: streams by request id, ends inferred, stops through Triton."""
 
 import dataclasses
+import os
 import queue
 import shutil
 import uuid
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract import manifest as manifests
+from contract import packed_delta
 from contract.errors import EngineFailed, InvalidArgument
-from python_backends.detokenizer.model import TritonPythonModel
+from python_backends.detokenizer.model import PackedModel, TritonPythonModel
 from python_backends.detokenizer.request_id_streams import RequestIdTable
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.stream_options import StreamOptions
@@ -111,6 +115,63 @@ def test_what_never_ended_does_not_pile_up(streams, clock):
         streams.accept(metadata(str(number)))
         assert streams.request_id(number + 1) == str(number)
     assert len(streams._live) == len(streams._request_ids) == 600
+
+
+def test_the_id_of_a_stream_that_was_taken_is_in_use_until_its_end_however_long_that_takes(streams, clock):
+    streams.accept(metadata("r"))
+    assert "r" in streams and streams.take("r") == metadata("r") and "r" not in streams
+    assert streams.take("r") is None and streams.take("nobody") is None
+    clock.now_ns = 10_000 * SECOND
+    assert not streams.accept(metadata("r"))
+    streams.end("nobody")
+    streams.end("r")
+    assert streams.accept(metadata("r"))
+
+
+@given(st.lists(st.tuples(st.sampled_from("accept take advance end".split()), st.sampled_from("ab"), st.booleans())))
+def test_a_stream_is_in_one_table_and_an_id_is_free_after_its_end(steps):
+    """Against the ids that the backend has: those accepted whose last id did not come."""
+    known = {}  # whether detokenizer_packed serves it, by request id
+    owner = RequestIdTable(Clock())
+    packed = RequestIdTable(Clock(), on_end=owner.end)
+    for step, request_id, last in steps:
+        if step == "accept":
+            assert bool(owner.accept(metadata(request_id, max_tokens=99))) is (request_id not in known)
+            known.setdefault(request_id, None)
+        elif request_id in known:
+            if step == "take" and known[request_id] is None:
+                known[request_id] = packed
+                packed.accept(owner.take(request_id))
+            if step == "advance" and known[request_id] is not None:
+                table = known[request_id]
+                table.advance(request_id, [256 if last else 1])
+                if last:
+                    del known[request_id]
+        for name, table in known.items():
+            assert (name in packed) is (table is packed)
+    assert len(owner._taken) == len(packed._live) == sum(table is packed for table in known.values())
+
+
+def test_the_adapter_of_a_taken_stream_counts_as_used_until_its_end():
+    causes = []
+    table = RequestIdTable(Clock(), adapter_cache=2, on_adapter=lambda adapter, cause: causes.append((adapter, cause)))
+    clock = table._clock_ns
+
+    def accept(request_id, adapter):
+        clock.now_ns += SECOND
+        assert table.accept(dataclasses.replace(metadata(request_id), adapter=adapter))
+
+    accept("long", 1)
+    assert table.take("long").adapter == 1
+    accept("other", 2)
+    table.advance("other", [256])
+    accept("third", 3)
+    table.advance("third", [256])
+    accept("again", 2)  # one runs, three came: the backend dropped two
+    assert causes == [(1, "first"), (2, "first"), (3, "first"), (2, "again")]
+    table.end("long")
+    accept("held", 1)
+    assert causes[-1] == (1, "")
 
 
 # ---- the whole model ------------------------------------------------------------------------------------------------
@@ -231,3 +292,40 @@ def test_an_id_in_use_is_refused_before_the_engine_hears_of_it(post, hear, encod
         post()
     hear([256])
     post()
+
+
+@pytest.fixture
+def packed(triton, model, monkeypatch):
+    """``packed(ids, request_id)``: the delta that ``detokenizer_packed`` beside ``model`` makes of ids, or None."""
+    found = PackedModel()
+    with monkeypatch.context() as another:
+        another.setattr(os, "getpid", lambda: 1)  # it runs in a process of its own
+        found.initialize({})
+
+    def hear(ids, request_id="r", cancelled=False):
+        tensors = {"output_ids": ("INT32", [[list(ids)]]), "sequence_length": ("INT32", [[len(ids)]])}
+        request = triton.incoming(tensors, request_id=request_id)
+        request.cancelled = cancelled
+        [answer] = found.execute([request])
+        outputs = answer.output_tensors()
+        return packed_delta.unpack(outputs[0].as_numpy().tobytes()) if outputs else None
+
+    yield hear
+    found.finalize()
+
+
+def test_the_packed_detokenizer_takes_its_streams_from_the_other_one(post, hear, packed, encode, stops):
+    post("a", max_tokens=10)
+    post("b", max_tokens=10)
+    assert packed(encode("The "), "a").text == "The " and hear(encode("A "), "b")["text_output"].item() == b"A "
+    with pytest.raises(InvalidArgument, match="request_id: must be unique"):
+        post("a")
+    last = packed([256], "a")
+    assert (last.finish_reason.value, last.stop_reason, last.usage.input_tokens) == ("stop", "256", 3)
+    for _ in range(3):  # the id is free at once
+        post("a", max_tokens=1)
+        assert packed(encode("x"), "a").finish_reason.value == "length"
+    post("a", max_tokens=100)
+    packed(encode("x"), "a", cancelled=True)
+    assert stops.get(timeout=60) == "a" and packed([], "a").finish_reason.value == "cancelled"
+    assert "which no stream has" in packed([1], "nobody").error

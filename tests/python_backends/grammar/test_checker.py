@@ -9,6 +9,7 @@ import pytest
 
 from contract.errors import InvalidArgument, Unavailable
 from contract.generation import Guide
+from python_backends.grammar import checker as checker_module
 from python_backends.grammar.checker import GrammarChecker
 
 pytestmark = pytest.mark.slow
@@ -72,11 +73,12 @@ def test_a_process_without_a_share_of_the_cpu_is_no_fault_of_the_grammar(patient
     assert isinstance(result(patient, "ebnf_grammar", 'root ::= "b"'), Unavailable)
 
 
-def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine):
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.01, stall_s=10.0)
+def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine, monkeypatch):
+    monkeypatch.setattr(checker_module, "_BUSY_FACTOR", 100)  # other tests may run beside this one
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.2, stall_s=10.0)
     refused = result(checker, "ebnf_grammar", "root ::= " + " | ".join(f"[^{n % 10}]{{0,2000}}" for n in range(20)))
     checker.close()
-    assert isinstance(refused, InvalidArgument) and "must compile within 0.01 s" in refused.problem
+    assert isinstance(refused, InvalidArgument) and "must compile within 0.2 s" in refused.problem
 
 
 def test_a_kill_only_delays(checker):

@@ -16,6 +16,7 @@ import openai
 import pytest
 from tritonclient.grpc import aio as triton
 
+from clients import NO_RETRY, AsyncClient
 from tests.fakes.replica import FakeReplica
 from tests.gateway.api.picker import envoys
 from tests.gateway.api.picker.endpoints import Pool, pool
@@ -220,6 +221,12 @@ async def test_openais_client_streams_from_a_gateway_beside_each_replica(tmp_pat
 
 async def test_tritons_grpc_client_streams_from_the_replicas(tmp_path):
     async with pool(2) as running, asked(tmp_path, running) as url:
+        for replica in running.replicas:
+            replica.packed = True
+        async with AsyncClient(url, model="ensemble_packed", retry=NO_RETRY) as ours:
+            assert (await ours.generate("one two", max_tokens=3).complete()).text == " one two one"
+        await until(lambda: idle(running))
+        assert (await running.running.metrics())[TOKENS % ("output", "anonymous")] == 3
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
             for number in range(2):
@@ -233,8 +240,8 @@ async def test_tritons_grpc_client_streams_from_the_replicas(tmp_path):
                 words.append(result.as_numpy("text_output").flatten()[0].decode())
         assert len(words) == 6
         await until(lambda: idle(running))
-        assert sum(replica.counts.finished for replica in running.replicas) == 2
-        assert (await running.running.metrics())[TOKENS % ("output", "anonymous")] == 6  # of both requests
+        assert sum(replica.counts.finished for replica in running.replicas) == 3
+        assert (await running.running.metrics())[TOKENS % ("output", "anonymous")] == 9  # of all requests
 
 
 async def test_a_grpc_request_is_refused_with_a_grpc_status(tmp_path):
