@@ -186,21 +186,24 @@ def test_long_prompts_beside_running_sequences_are_read_in_pieces_and_their_text
     shared = chance.integers(0, VOCABULARY, 70).tolist()
     prompts = [shared + chance.integers(0, VOCABULARY, size).tolist() for size in (1, 26, 100, 130)]
     alone = [direct(prompt, 10, stop_ids=()) for prompt in prompts]
-    for _ in range(5):
+    # The test may be kept from a core while the worker is not, so that what is to meet does not: it tries again.
+    for _ in range(10):
         running = [worker.add([n], 120, stop_ids=()) for n in (1, 2)]
         worker.wait(lambda running=running: all(worker.outputs(id) for id in running))
         before = len(worker.reports)
         ids = [worker.add(prompt, 10, stop_ids=()) for prompt in prompts]
-        gone = worker.add(shared[::-1] * 2, 10, stop_ids=())
+        gone = worker.add(shared[::-1] * 2, 60, stop_ids=())
         worker.link.send(EndSequence(gone))
         assert [worker.result(id)[0] for id in ids] == alone
-        assert worker.result(gone)[2] is StreamEvent.CANCELLED
+        cancelled = worker.result(gone)[2] is StreamEvent.CANCELLED
         assert [len(worker.result(id)[0]) for id in running] == [120] * 2
         first = next(n for n, report in enumerate(worker.reports) if any(out.id == ids[-1] for out in report.outputs))
         beside = [out.id for report in worker.reports[before:first] for out in report.outputs]
-        if beside.count(running[0]) >= 4:  # 500 tokens to read, at most 64 in a step
+        if cancelled and beside.count(running[0]) >= 4:  # 500 tokens to read, at most 64 in a step
             return
-    pytest.fail("the running sequences never got tokens while a prompt was read")
+    pytest.fail(
+        "the running sequences never got tokens while a prompt was read, or the one that was ended ran to its length"
+    )
 
 
 def test_a_stop_id_ends_a_sequence_and_is_its_last(worker, direct, prompts):
