@@ -37,6 +37,7 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.errors import EngineFailed, InvalidArgument
 from contract.manifest import EngineManifest
+from contract.scheduling import BLOCK_TOKENS, RESUME_UP_TO, RETRY_AFTER, UNDRAFTED_FROM, drafts_beside
 from contract.step_model import Point, StepModel
 
 POINTS = "step_model.points.jsonl"
@@ -49,7 +50,6 @@ ANSWER = 64  # tokens
 IN_SERVICE_S, PART = 12.0, 0.5  # of an open load, and of what the engine can do
 LEAST, MOST = 0.5, 2.0  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
-BUSY, FEW_DRAFTS, QUIET, RETRY = 4, 3, 2, 16  # of python_backends/cpu_engine/drafting.py, FEW_DRAFTS is SHORT there
 TEXTS, TEXT = 24, 128  # requests whose acceptance is measured, and tokens of each
 TEXTS_S = 20.0  # after which half of them suffice
 DRAFTED = "trident_speculative"  # counters of the engine
@@ -86,10 +86,10 @@ class Outcome:
 def design(engine: EngineManifest) -> list[Trial]:
     """Return the trials: decoding at doubling numbers of sequences with short and long contexts, prompts of several
     lengths alone and beside streams, and few sequences with drafts where the engine drafts."""
-    cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
+    cache = engine.kv_cache_blocks * BLOCK_TOKENS
     levels = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < engine.max_batch_size] + [engine.max_batch_size]
     if engine.draft_tokens:  # fewer are drafted for again
-        levels = [n for n in levels if n > QUIET] or levels
+        levels = [n for n in levels if n > RESUME_UP_TO] or levels
     trials = [Trial(n, SHORT, 0) for n in levels]
     for n in levels:
         longest = min(engine.max_seq_len // 2, MOST_CONTEXT // n, cache // (2 * n))
@@ -97,16 +97,21 @@ def design(engine: EngineManifest) -> list[Trial]:
             trials.append(Trial(n, longest, 0))
     most = min(engine.max_num_tokens, engine.max_seq_len // 2)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
-    for n in (2 * BUSY if engine.draft_tokens else BUSY, 16, 32):
+    for n in (2 * UNDRAFTED_FROM if engine.draft_tokens else UNDRAFTED_FROM, 16, 32):
         # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
         if n < engine.max_batch_size and n + 2 * SHORT <= most:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
     drafted: list[Trial] = []
     if most := engine.draft_tokens:  # the first sequence has the most, and those beside it a few (drafting.py)
-        few = [n for n in (1, 2, BUSY) if n <= engine.max_batch_size]
-        drafted = [Trial(n, ANSWER, 0, most + (n - 1) * min(most, FEW_DRAFTS)) for n in few]
+        few = [n for n in (1, 2, UNDRAFTED_FROM) if n <= engine.max_batch_size]
+        drafted = [Trial(n, ANSWER, 0, step_draft_tokens(most, n)) for n in few]
     # These first: the beginnings of answers, of which little is accepted, are all that is drafted for in the others.
     return drafted + trials
+
+
+def step_draft_tokens(most: int, sequences: int) -> int:
+    """Return the draft tokens of a step of so many sequences. most: of one alone."""
+    return sum(drafts_beside(most, others) for others in range(sequences))
 
 
 class Experiment:
@@ -166,7 +171,7 @@ class Experiment:
         while len(points) < max(1, min(PROBES, round(WINDOW_S / (tokens * step_s)))):
             await asyncio.sleep(PAUSE_S)
             # Beside so many no request is drafted for, and those that are left of them are not either.
-            others = max(0, BUSY + 1 - trial.sequences) if self._engine.draft_tokens else 0
+            others = max(0, UNDRAFTED_FROM + 1 - trial.sequences) if self._engine.draft_tokens else 0
             longer = min(room, tokens + SHORT * (others > 0))
             sends = [self._send(trial.prompt, longer) for _ in range(trial.sequences)]
             sends += [self._send(SHORT, SHORT) for _ in range(others)]
@@ -183,14 +188,14 @@ class Experiment:
     async def _draft(self, trial: Trial) -> Outcome:
         """Measure steps that draft for the few requests that there are, and, of one, what is accepted.
 
-        Where it rejected the drafts of earlier trials, the engine drafts for no more than one request in RETRY until it
-        accepts some; a request without drafts tells nothing of them.
+        Where it rejected the drafts of earlier trials, the engine drafts for no more than one request in
+        ``scheduling.RETRY_AFTER`` until it accepts some; a request without drafts tells nothing of them.
         """
         alone, began_s = trial.sequences == 1, time.monotonic()
         measured: list[tuple[Point, float, list[float]]] = []
         drafted: list[tuple[Point, float, list[float]]] = []
         count, tokens = TEXTS if alone else PROBES, min(TEXT, self._engine.max_seq_len // 2) if alone else ANSWER
-        while len(drafted) < count and len(measured) < count + RETRY:
+        while len(drafted) < count and len(measured) < count + RETRY_AFTER:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
                 break
             before = self.drafted()
@@ -215,7 +220,7 @@ class Experiment:
 
     async def _prefill(self, trial: Trial) -> Outcome:
         engine, n = self._engine, trial.sequences
-        cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
+        cache = engine.kv_cache_blocks * BLOCK_TOKENS
         longest = min(engine.max_seq_len, (cache - engine.max_seq_len) // n if n else engine.max_seq_len) - trial.prompt
         streams = [Record(index, time.monotonic()) for index in range(n)]
         tasks = [asyncio.create_task(self._send(trial.prompt, longest - 8, record)) for record in streams]
@@ -364,7 +369,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     each = statistics.mean(record.input_tokens + record.tokens / 2 for _, _, record in spans) if spans else 0.0
     # By what is modelled: gaps between messages, and what prompts beside streams take of their steps.
     decoded, prompted = list[float](), list[float]()
-    drafts_up_to = BUSY if model.acceptance else 0
+    drafts_up_to = UNDRAFTED_FROM if model.acceptance else 0
     alone_s, steps = list[float](), list[tuple[int, float, float, float]]()
 
     def decoding_at(at_s: float) -> int:
@@ -374,8 +379,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         return sum(begin_s < to_s and first_s > from_s for begin_s, first_s, _ in spans)
 
     def drafts_of(streams: int) -> int:
-        few = min(model.draft_tokens, FEW_DRAFTS)
-        return model.draft_tokens + (streams - 1) * few if 0 < streams <= drafts_up_to else 0
+        return step_draft_tokens(model.draft_tokens, streams) if streams <= drafts_up_to else 0
 
     for begin_s, first_s, record in spans:
         for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):

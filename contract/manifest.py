@@ -19,6 +19,7 @@ from typing import Any
 
 from contract import encoder
 from contract.errors import EngineFailed, NotFound
+from contract.scheduling import BLOCK_TOKENS
 
 FILE_NAME = "manifest.json"
 DRAFT = "draft"  # folder of the draft model in an engine's folder
@@ -100,6 +101,13 @@ class EngineManifest:
     adapters: tuple[Adapter, ...] = ()
     adapter_first_token_id: int | None = None
     encoder: Mapping[str, Any] | None = None
+
+    @property
+    def kv_cache_blocks(self) -> int:
+        """Blocks of the KV cache. One that is sized when the engine loads has as many as its batch may need."""
+        if self.kv_cache_tokens is not None:
+            return self.kv_cache_tokens // BLOCK_TOKENS
+        return self.max_batch_size * -(-self.max_seq_len // BLOCK_TOKENS)
 
     @property
     def draft_tokens(self) -> int:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from contract.errors import PromptTooLong
 from contract.manifest import EngineManifest
-
-BLOCK_TOKENS = 32  # block size of OpenVINO's CPU plugin and of TensorRT-LLM (tokens_per_block)
+from contract.scheduling import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,11 @@ class EngineLimits:
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> EngineLimits:
         """Read the limits of a built engine."""
-        if manifest.kv_cache_tokens is not None:
-            blocks = manifest.kv_cache_tokens // BLOCK_TOKENS
-        else:  # the pool is sized when the engine loads: as much as its batch may need
-            blocks = manifest.max_batch_size * -(-manifest.max_seq_len // BLOCK_TOKENS)
         return cls(
             manifest.vocab_size,
             manifest.max_seq_len,
             manifest.max_batch_size,
-            blocks,
+            manifest.kv_cache_blocks,
             max_draft_len=manifest.draft_tokens,
         )
 

@@ -25,7 +25,7 @@ from build.package import compile_cpu
 from build.recipe import memory
 from build.recipe.recipe import Recipe
 from build.recipe.schema import MEASURED_KV
-from python_backends.limits import BLOCK_TOKENS
+from contract.scheduling import BLOCK_TOKENS
 
 STREAMS = (1, 8, 32)
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 128  # of the load whose tokens per second decide

@@ -17,12 +17,17 @@ from pathlib import Path
 
 from contract import manifest as manifests
 from contract import step_model
+from contract.scheduling import (
+    BLOCK_TOKENS,
+    LEAST_GAIN,
+    MAX_SLOWDOWN,
+    RESUME_TOKENS,
+    RESUME_UP_TO,
+    UNDRAFTED_FROM,
+    WHOLE_PROMPT_TOKENS,
+    drafts_beside,
+)
 from contract.step_model import STRETCHES, StepModel, accepted_at, tokens_per_step
-
-BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
-SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
-# Of its drafts (python_backends/cpu_engine/drafting.py, FEW_DRAFTS is SHORT there).
-BUSY, FEW_DRAFTS, QUIET, WORTH_MOVING, WORTH = 4, 3, 2, 32, 0.2
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ class Replica:
     def of_engine(folder: Path) -> Replica:
         """Return the kind of a calibrated engine. Raises NotFound, EngineFailed, InvalidArgument."""
         engine, model = manifests.load(folder), step_model.of_engine(folder)
-        cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
         pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
-        rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else (0.0, 0)
+        rule = (MAX_SLOWDOWN, min(WHOLE_PROMPT_TOKENS, engine.max_num_tokens)) if pieces else (0.0, 0)
+        cache = engine.kv_cache_blocks * BLOCK_TOKENS
         return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule, engine.max_seq_len)
 
     @property
@@ -142,7 +147,7 @@ class Engine:
         # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
         self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
         step = self.kind.step
-        self._most_drafts = step.draft_tokens if step.tokens_per_step >= 1 + WORTH else 0
+        self._most_drafts = step.draft_tokens if step.tokens_per_step >= 1 + LEAST_GAIN else 0
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
@@ -251,7 +256,7 @@ class Engine:
         if not self.running:
             self._owed_s = kind.step.idle_s
             return
-        if self._most_drafts and not self._reading and len(self.running) <= QUIET:
+        if self._most_drafts and not self._reading and len(self.running) <= RESUME_UP_TO:
             self._draft_again()
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
@@ -305,8 +310,8 @@ class Engine:
         and their prompts and what they have made are read again."""
         sequence.text = self.rng.choice(self.kind.step.acceptance)
         others = next(iter(self.running), sequence).drafts
-        if not self.running or (others and len(self.running) < BUSY):
-            sequence.drafts = self._drafts_beside(len(self.running))
+        if not self.running or (others and len(self.running) < UNDRAFTED_FROM):
+            sequence.drafts = drafts_beside(self._most_drafts, len(self.running))
         elif others:
             for other in self.running:
                 if other.state == "running":
@@ -315,14 +320,11 @@ class Engine:
 
     def _draft_again(self) -> None:
         """Draft for the sequences that decode plainly if it is worth reading each of them again."""
-        if any(one.drafts or one.most - self._made(one) < WORTH_MOVING for one in self.running):
+        if any(one.drafts or one.most - self._made(one) < RESUME_TOKENS for one in self.running):
             return
         for nth, sequence in enumerate(self.running):
             self._read_again(sequence)
-            sequence.drafts = self._drafts_beside(nth)
-
-    def _drafts_beside(self, others: int) -> int:
-        return min(FEW_DRAFTS, self._most_drafts) if others else self._most_drafts
+            sequence.drafts = drafts_beside(self._most_drafts, nth)
 
     def _read_again(self, sequence: Sequence) -> None:
         self._count(sequence, -1)

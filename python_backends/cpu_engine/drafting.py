@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import openvino_genai as genai
 
+from contract.scheduling import (
+    LEAST_GAIN,
+    RESUME_TOKENS,
+    RESUME_UP_TO,
+    RETRY_AFTER,
+    SHARED_DRAFT,
+    UNDRAFTED_FROM,
+    drafts_beside,
+)
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
-BUSY = 4  # running sequences from which on none is drafted for
-SHORT = 3  # tokens drafted beside a few others
-QUIET = 2  # running sequences up to which those that decode plainly are drafted for again
-WORTH_MOVING = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
-# Accepted tokens per step, less the draft model's share of the time, below which drafts are not worth verifying.
-WORTH = 0.2
-RETRY = 16  # requests after which drafts are tried again
 # Weights of a step in the moving average. Answers begin to repeat themselves late: where bursts end drafting after a
 # few tokens, time and again, these must not tell what later ones would gain.
 _EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.005, 0.02
@@ -41,26 +43,27 @@ class DraftLength:
     def __init__(self, most: int, cost: float = 0.0) -> None:
         self._most = most
         self._cost = cost
-        self._gain = 2 * WORTH  # moving average per step of a sequence: tokens accepted less the cost of all drafts
+        # A moving average per step of a sequence: tokens accepted less the cost of all drafts.
+        self._gain = 2 * LEAST_GAIN
         self._since = 0
 
     def choose(self, running: int) -> int:
         """Return the draft tokens per step of a request that is added to ``running`` others; 0 for none."""
-        if running >= BUSY:
+        if running >= UNDRAFTED_FROM:
             return 0
         self._since += 1
-        if not self.gains and self._since < RETRY:
+        if not self.gains and self._since < RETRY_AFTER:
             return 0
         self._since = 0
         return self.beside(running)
 
     @property
     def gains(self) -> bool:
-        return self._gain >= WORTH
+        return self._gain >= LEAST_GAIN
 
     def beside(self, running: int) -> int:
         """Return the draft tokens per step of a request beside so many others."""
-        return self._most if running == 0 else min(SHORT, self._most)
+        return drafts_beside(self._most, running)
 
     def observe(self, length: int, accepted: int, position: int) -> None:
         """Take in a step that accepted so many tokens of a sequence with drafts of ``length``.
@@ -134,10 +137,10 @@ class Drafting:
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
-        if self._waits or running > len(self) or running >= BUSY or blocks > free:
+        if self._waits or running > len(self) or running >= UNDRAFTED_FROM or blocks > free:
             return False
         length = self._length.beside(running=1)  # of one as short as a probe, which shows no gain
-        if command.max_tokens > SHORT:
+        if command.max_tokens > SHARED_DRAFT:
             length = self._length.choose(running)
         if length:
             self._take(command, config, length, blocks)
@@ -158,13 +161,13 @@ class Drafting:
 
         Call ``take_back`` for each.
         """
-        if self._waits or not 1 <= len(self._plain) <= QUIET or self._sequences or not self._length.gains:
+        if self._waits or not 1 <= len(self._plain) <= RESUME_UP_TO or self._sequences or not self._length.gains:
             return []
         moved = list(self._plain.values())
         for sequence in moved:
             made = len(sequence.token_ids)
             started = made >= 2  # its prompt is read, also where it ends with a block (PartialBlocks.starts)
-            if not started or sequence.command.max_tokens - made < WORTH_MOVING or not _movable(sequence.command):
+            if not started or sequence.command.max_tokens - made < RESUME_TOKENS or not _movable(sequence.command):
                 return []
         commands = [_continued(sequence) for sequence in moved]
         blocks = sum(self._limits.draft_blocks(one.input_ids.size + one.max_tokens) for one in commands)

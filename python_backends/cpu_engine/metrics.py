@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import BY_NAME
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.stream import Stream
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.ensemble.worker_messages import StepReport
-from python_backends.limits import BLOCK_TOKENS
 from python_backends.metrics import (
     DURATION_BUCKETS,
     PHASES,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from python_backends.limits import BLOCK_TOKENS
+from contract.scheduling import BLOCK_TOKENS
 
 _TEXTS_PER_BLOCK = 8
 

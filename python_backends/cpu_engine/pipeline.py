@@ -11,8 +11,9 @@ import openvino as ov
 import openvino_genai as genai
 
 from contract.manifest import DRAFT, EngineManifest
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.drafting import Drafting
-from python_backends.limits import BLOCK_TOKENS, EngineLimits
+from python_backends.limits import EngineLimits
 
 
 def open_pipeline(

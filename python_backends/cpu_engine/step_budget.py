@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from operator import mul, truediv
 
-from python_backends.limits import BLOCK_TOKENS
+from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN, WHOLE_PROMPT_TOKENS
 
-SLOWER = 1.7  # a step that reads prompts may take so many times one that does not; 2 with what steps vary by
-SHORT = 256  # tokens
 _UNKNOWN = 4 * BLOCK_TOKENS  # tokens, before enough steps were seen
 _ENOUGH = 8  # steps
 _DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
@@ -30,7 +28,7 @@ class StepBudget:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self.short = most, min(SHORT, most)
+        self._most, self.short = most, min(WHOLE_PROMPT_TOKENS, most)
         self._seconds = [0.0, 0.0, 0.0]  # of a step, of 32 running sequences, of 128 prompt tokens
         self._covariance = [[_UNCERTAIN if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._seen = 0
@@ -63,5 +61,5 @@ class StepBudget:
             return min(room, _UNKNOWN)
         step_s, of_running_s, of_tokens_s = map(truediv, self._seconds, _SCALES)
         without_s = max(step_s + of_running_s * running, 1e-6)
-        longer_s = (SLOWER - 1 + waiting / running) * without_s
+        longer_s = (MAX_SLOWDOWN - 1 + waiting / running) * without_s
         return int(min(max(longer_s / max(of_tokens_s, 1e-9), BLOCK_TOKENS), room))

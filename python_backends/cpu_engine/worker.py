@@ -26,6 +26,7 @@ import openvino_genai as genai
 from contract import failpoint
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
@@ -35,7 +36,7 @@ from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 from python_backends.grammar.structured_output import structured_output
-from python_backends.limits import BLOCK_TOKENS, EngineLimits
+from python_backends.limits import EngineLimits
 
 _NICE = 5
 _PIECE_IDS = 2**62  # beyond those of all sequences

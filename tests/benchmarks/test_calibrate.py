@@ -15,22 +15,18 @@ from benchmarks.record import Record
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.generation import Timings
+from contract.scheduling import RETRY_AFTER
 from contract.step_model import Point, StepModel
-from python_backends.cpu_engine import drafting
 from tests.contract.test_step_model import SOME
+from tests.fakes.manifests import manifest
 
 KEY = {"manifest_sha256": "a" * 64, "machine": "a machine, 2 cores"}
 
 
-@dataclasses.dataclass
-class Engine:
-    """As much of a manifest as the experiment reads."""
-
-    max_batch_size: int = 8
-    max_num_tokens: int = 256
-    max_seq_len: int = 1024
-    kv_cache_tokens: int | None = 8192
-    draft_tokens: int = 0
+def small(slots: int = 8, step: int = 256, longest: int = 1024, cache: int | None = 8192, drafts: int = 0):
+    recipe = {"speculative_decoding": {"max_draft_len": drafts}} if drafts else {}
+    sizes = {"max_batch_size": slots, "max_num_tokens": step, "max_seq_len": longest, "kv_cache_tokens": cache}
+    return manifest(recipe=recipe, **sizes)
 
 
 class Words:
@@ -61,7 +57,7 @@ class Scripted:
 
 
 def test_the_design_stays_within_the_engines_limits():
-    for engine in (Engine(), Engine(1, 64, 128, None), Engine(300, 8192, 4096, 40_000), Engine(draft_tokens=8)):
+    for engine in (small(), small(1, 64, 128, None), small(300, 8192, 4096, 40_000), small(drafts=8)):
         trials = calibrate.design(engine)
         assert len(trials) == len(set(trials)) and any(trial.prefill for trial in trials)
         assert {trial.sequences for trial in trials if not trial.prefill} >= {1, engine.max_batch_size}
@@ -77,7 +73,7 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path):
     trials = [Trial(1, 32, 0), Trial(0, 0, 128)]
 
     def experiment():
-        return Experiment(Engine(), KEY, target, Words(), tmp_path / "points")
+        return Experiment(small(), KEY, target, Words(), tmp_path / "points")
 
     asyncio.run(experiment().run(trials, 1, time.monotonic() - 1))
     assert not experiment().outcomes
@@ -93,13 +89,13 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path):
     decode, prefill = (outcome.point for outcome in second.outcomes)
     assert decode.seconds == pytest.approx(SOME.seconds(1, 32, 0), rel=1e-3)
     assert prefill == Point(0, 0, 128, pytest.approx(SOME.seconds(0, 0, 128), rel=1e-3))
-    other = Experiment(Engine(), KEY | {"manifest_sha256": "b" * 64}, target, Words(), tmp_path / "points")
+    other = Experiment(small(), KEY | {"manifest_sha256": "b" * 64}, target, Words(), tmp_path / "points")
     assert not other.outcomes
 
 
 def test_prompts_beside_streams_are_measured_and_the_streams_are_ended(tmp_path: Path):
     target = Scripted(SOME)
-    one = Experiment(Engine(), KEY, target, Words(), tmp_path / "points")
+    one = Experiment(small(), KEY, target, Words(), tmp_path / "points")
     asyncio.run(one.run([Trial(4, 16, 60)], 1, time.monotonic() + 60))
     assert one.outcomes[0].point.sequences == 4 and one.outcomes[0].request_s is None
 
@@ -110,7 +106,7 @@ def test_a_server_without_timings_cannot_be_calibrated(tmp_path: Path):
             await super().send(request, record)
             record.timings = None
 
-    one = Experiment(Engine(), KEY, Plain(SOME), Words(), tmp_path / "points")
+    one = Experiment(small(), KEY, Plain(SOME), Words(), tmp_path / "points")
     with pytest.raises(EngineFailed, match="timings"):
         asyncio.run(one.run([Trial(0, 0, 60)], 1, time.monotonic() + 60))
 
@@ -147,13 +143,13 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
             record.messages = [(10.0, 1)] + [(10.0 + 0.05 * n, 3) for n in range(1, steps + 1)]
             drafted[0], drafted[1] = drafted[0] + steps, drafted[1] + 2 * steps
 
-    engine = Engine(draft_tokens=8)
+    engine = small(drafts=8)
     work = calibrate.design(engine)
     assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17]
     assert min(trial.sequences for trial in work if trial.sequences and not trial.draft_tokens) == 4
     alone = next(trial for trial in work if trial.draft_tokens == 8)
     # The second engine rejected earlier drafts, and tries them again after some requests.
-    for name, plain in (("points", 0), ("retried", calibrate.RETRY)):
+    for name, plain in (("points", 0), ("retried", RETRY_AFTER)):
         replica = Drafting(SOME)
         one, replica.plain = Experiment(engine, KEY, replica, Words(), tmp_path / name), plain
         one.drafted = lambda: tuple(drafted)
@@ -174,11 +170,6 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
     never = Experiment(engine, KEY, Scripted(SOME), Words(), tmp_path / "never")
     asyncio.run(never.run([alone], 1, time.monotonic() + 60))
     assert never.outcomes[0].point.draft_tokens == 0 and never.outcomes[0].stretches[0] == [0.0] * 5
-
-
-def test_the_engines_rule_of_drafts_is_known():
-    known = (calibrate.BUSY, calibrate.FEW_DRAFTS, calibrate.QUIET, calibrate.RETRY)
-    assert known == (drafting.BUSY, drafting.SHORT, drafting.QUIET, drafting.RETRY)
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
@@ -282,7 +273,7 @@ def test_streams_that_end_before_they_decode_together_are_measured_with_longer_a
 
     target = Slow(SOME)
     target.running = 2
-    experiment = Experiment(Engine(), KEY, target, Words(), tmp_path / "points")
+    experiment = Experiment(small(), KEY, target, Words(), tmp_path / "points")
     asyncio.run(experiment.run([Trial(2, 32, 0)], 1, time.monotonic() + 60))
     assert experiment.outcomes[0].sent == 1.0
     assert [request.max_tokens for request in target.requests][::2][:2] == [41, 82]

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
-from python_backends.limits import BLOCK_TOKENS, EngineLimits, check_fits
+from contract.scheduling import BLOCK_TOKENS
+from python_backends.limits import EngineLimits, check_fits
 from tests.fakes import manifests
 
 LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=5)

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.plan import engine
 from cluster.plan.engine import Replica
 from cluster.plan.replica import Request, serve
 from contract.step_model import texts
-from python_backends.cpu_engine import drafting, step_budget
 from tests.cluster.plan.scenarios import REPLICA, STEP
 
 
@@ -37,12 +35,6 @@ def test_short_prompts_beside_streams_are_read_in_one_step_and_long_ones_are_not
         took[tokens] = late.first_s
         assert len(run.done) == 3
     assert took[100] < took[101]
-
-
-def test_the_planner_reads_prompts_by_the_engines_rule():
-    assert (engine.SLOWER, engine.SHORT_TOKENS) == (step_budget.SLOWER, step_budget.SHORT)
-    known = (engine.BUSY, engine.FEW_DRAFTS, engine.QUIET, engine.WORTH_MOVING, engine.WORTH)
-    assert known == (drafting.BUSY, drafting.SHORT, drafting.QUIET, drafting.WORTH_MOVING, drafting.WORTH)
 
 
 CORES = dataclasses.replace(

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
-from python_backends.cpu_engine.drafting import BUSY, QUIET, RETRY, SHORT, WORTH_MOVING, Drafting, DraftLength
+from contract.scheduling import RESUME_TOKENS, RESUME_UP_TO, RETRY_AFTER, SHARED_DRAFT, UNDRAFTED_FROM
+from python_backends.cpu_engine.drafting import Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
@@ -30,7 +31,8 @@ LIMITS = EngineLimits(vocab_size=300, max_seq_len=320, max_batch_size=8, kv_cach
 
 def test_the_length_follows_the_load():
     length = DraftLength(8)
-    assert [length.choose(running) for running in (0, 1, BUSY - 1, BUSY, 64)] == [8, SHORT, SHORT, 0, 0]
+    chosen = [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1, UNDRAFTED_FROM, 64)]
+    assert chosen == [8, SHARED_DRAFT, SHARED_DRAFT, 0, 0]
     assert DraftLength(2).choose(1) == 2
 
 
@@ -38,7 +40,7 @@ def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
     for _ in range(100):
         length.observe(8, 0, 16)
-    assert [length.choose(0) for _ in range(RETRY)] == [0] * (RETRY - 1) + [8]
+    assert [length.choose(0) for _ in range(RETRY_AFTER)] == [0] * (RETRY_AFTER - 1) + [8]
     for _ in range(100):
         length.observe(8, 3, 16)
     assert length.choose(0) == 8
@@ -71,7 +73,7 @@ def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int
     length = DraftLength(most)
     for running, accepted in history:
         chosen = length.choose(running)
-        assert 0 <= chosen <= most and (running < BUSY or not chosen)
+        assert 0 <= chosen <= most and (running < UNDRAFTED_FROM or not chosen)
         if chosen:
             length.observe(chosen, min(chosen, accepted), running)
 
@@ -85,7 +87,7 @@ def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empt
     drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
     assert drafting.admit(command(1), config, running=0)
     assert (config.num_assistant_tokens, config.max_ngram_size) == (6, 3)
-    assert drafting.admit(command(2), config, running=1) and config.num_assistant_tokens == SHORT
+    assert drafting.admit(command(2), config, running=1) and config.num_assistant_tokens == SHARED_DRAFT
     plain = genai.GenerationConfig()
     assert not drafting.admit(command(3), plain, running=3)  # one of the three is in the plain pipeline
     assert not plain.num_assistant_tokens and not plain.max_ngram_size
@@ -98,10 +100,11 @@ def test_a_probe_is_no_try_of_whether_drafts_gain():
     for _ in range(200):
         drafting.observe(1, [1])
     drafting.end(1)
-    for id in range(RETRY - 1):
+    for id in range(RETRY_AFTER - 1):
         assert not drafting.admit(command(id), genai.GenerationConfig(), running=0)
         probe = genai.GenerationConfig()
-        assert drafting.admit(command(100, max_tokens=1), probe, running=0) and probe.num_assistant_tokens == SHORT
+        assert drafting.admit(command(100, max_tokens=1), probe, running=0)
+        assert probe.num_assistant_tokens == SHARED_DRAFT
         drafting.end(100)
     assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
 
@@ -154,7 +157,7 @@ def test_counts_are_of_the_sequences_that_draft():
 
 
 def test_sequences_come_back_when_few_are_left():
-    pipeline, most = object(), WORTH_MOVING + 5
+    pipeline, most = object(), RESUME_TOKENS + 5
 
     def followed(*commands: AddSequence, tokens: int = 3) -> Drafting:
         drafting = Drafting(pipeline, LIMITS, 3)
@@ -163,21 +166,21 @@ def test_sequences_come_back_when_few_are_left():
             drafting.observe(each.id, list(range(tokens)))
         return drafting
 
-    few = [command(id, max_tokens=most) for id in range(QUIET)]
+    few = [command(id, max_tokens=most) for id in range(RESUME_UP_TO)]
     drafting = followed(*few)
     back = drafting.back()
-    assert [each.input_ids.tolist() for each in back] == [[*range(10), 0, 1, 2]] * QUIET and len(drafting) == 0
+    assert [each.input_ids.tolist() for each in back] == [[*range(10), 0, 1, 2]] * RESUME_UP_TO and len(drafting) == 0
     configs = [genai.GenerationConfig() for _ in back]
     for each, config in zip(back, configs, strict=True):
         drafting.take_back(each, config)
-    assert [config.num_assistant_tokens for config in configs] == [LIMITS.max_draft_len, SHORT]
-    assert len(drafting) == QUIET and not drafting.back()
+    assert [config.num_assistant_tokens for config in configs] == [LIMITS.max_draft_len, SHARED_DRAFT]
+    assert len(drafting) == RESUME_UP_TO and not drafting.back()
     drafting.observe(0, [7])  # the first tokens after a move are of no draft
     assert drafting.take_counts() == (0, 0)
     drafting.observe(0, [8, 9])
     assert drafting.take_counts() == (1, 1)
     # None does where one has to stay, has too little left or no token yet, or where there are more of them.
-    assert not followed(*few, command(QUIET, max_tokens=most)).back()
+    assert not followed(*few, command(RESUME_UP_TO, max_tokens=most)).back()
     assert not followed(few[0], command(1, max_tokens=most, presence_penalty=1.0)).back()
     assert not followed(few[0], command(1, max_tokens=most - 3)).back()
     assert not followed(*few, tokens=1).back()
@@ -226,7 +229,7 @@ def ended(listener: Listener) -> set[int]:
 def begin_drafting(link: WorkerLink, listener: Listener) -> None:
     """Send short requests, one after the other, until one drafts; the first does not."""
     for id in range(1000, 1200):
-        link.send(AddSequence(id, np.arange(8), SHORT, SamplingParams(top_k=1), frozenset()))
+        link.send(AddSequence(id, np.arange(8), SHARED_DRAFT, SamplingParams(top_k=1), frozenset()))
         listener.wait(lambda id=id: listener.dead or id in ended(listener))
         assert not listener.dead
         if any(report.drafting for report in listener.reports):
@@ -331,7 +334,7 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
 
 @pytest.mark.slow
 def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(triton_types, tiny_engine, drafting_engine):
-    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1, log_probs=True), None) for n in range(BUSY + 1)]
+    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1, log_probs=True), None) for n in range(UNDRAFTED_FROM + 1)]
     long = {1: 200}
     plain, undrafted = generated(tiny_engine, requests, len(requests), long)
     drafted, listener = generated(drafting_engine, requests, len(requests), long)

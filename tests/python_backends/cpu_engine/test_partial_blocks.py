@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract.generation import SamplingParams
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
-from python_backends.limits import BLOCK_TOKENS, EngineLimits
+from python_backends.limits import EngineLimits
 from tests.python_backends.cpu_engine.test_drafting import Listener, WorkerLink, ended
 
 ids_of = st.lists(st.integers(0, 1), max_size=3 * BLOCK_TOKENS).map(lambda found: np.array(found, np.int64))

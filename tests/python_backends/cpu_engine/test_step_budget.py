@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.step_budget import SLOWER, StepBudget
+from contract.scheduling import MAX_SLOWDOWN
+from python_backends.cpu_engine.step_budget import StepBudget
 
 
 def fed(step_s, running_s, token_s, noise=0.0, most=512, steps=120):
@@ -24,8 +25,8 @@ def test_a_step_that_reads_prompts_stays_within_its_bound(step_s, running_s, tok
     tokens = fed(step_s, running_s, token_s).tokens(32, 0)
     without_s = step_s + 32 * running_s
     assert 32 <= tokens <= 512 - 32
-    assert tokens == 32 or (without_s + tokens * token_s) / without_s < SLOWER * 1.15
-    assert tokens == 480 or (without_s + tokens * token_s) / without_s > SLOWER * 0.85 or tokens == 32
+    assert tokens == 32 or (without_s + tokens * token_s) / without_s < MAX_SLOWDOWN * 1.15
+    assert tokens == 480 or (without_s + tokens * token_s) / without_s > MAX_SLOWDOWN * 0.85 or tokens == 32
 
 
 def test_the_more_prompts_wait_for_each_running_sequence_the_longer_is_a_step():
@@ -56,7 +57,7 @@ def test_steps_that_are_all_alike_and_one_that_waited_for_a_core_do_no_harm():
     for _ in range(200):  # on a machine half as fast, the ratio is what it was
         budget.observe(32, 0, 0.084)
         budget.observe(32, 96, 0.084 + 96 * 0.0006)
-    assert budget.tokens(32, 0) == pytest.approx((SLOWER - 1) * 0.084 / 0.0006, rel=0.1)
+    assert budget.tokens(32, 0) == pytest.approx((MAX_SLOWDOWN - 1) * 0.084 / 0.0006, rel=0.1)
 
 
 def test_a_short_prompt_is_never_longer_than_a_step():
