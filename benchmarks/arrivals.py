@@ -18,6 +18,7 @@ from typing import Protocol
 from benchmarks.lengths import read_text
 from contract.errors import InvalidArgument
 
+MOST = 1e6  # requests per second, and in a burst
 FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second) or trace:FILE[,SPEED]"
 
 
@@ -34,6 +35,9 @@ class Arrivals(Protocol):
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         """Yield the arrivals below ``duration_s``, in order."""
 
+    def expected(self, duration_s: float) -> float:
+        """Return the mean number of those arrivals, or an upper bound of it."""
+
 
 @dataclass(frozen=True)
 class Poisson:
@@ -43,6 +47,9 @@ class Poisson:
 
     def __str__(self) -> str:
         return f"Poisson, {self.rate_per_s:g} requests/s"
+
+    def expected(self, duration_s: float) -> float:
+        return self.rate_per_s * duration_s
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         at_s = rng.expovariate(self.rate_per_s)
@@ -64,6 +71,9 @@ class Bursty:
     def __str__(self) -> str:
         return f"bursts of {self.burst_size:g}, {self.rate_per_s:g} requests/s"
 
+    def expected(self, duration_s: float) -> float:
+        return self.rate_per_s * duration_s
+
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for burst in Poisson(self.rate_per_s / self.burst_size).instants(rng, duration_s):
             size = 1
@@ -81,6 +91,9 @@ class Ramp:
 
     def __str__(self) -> str:
         return f"ramp from {self.first_per_s:g} to {self.last_per_s:g} requests/s"
+
+    def expected(self, duration_s: float) -> float:
+        return (self.first_per_s + self.last_per_s) / 2 * duration_s
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         slope = (self.last_per_s - self.first_per_s) / duration_s
@@ -108,6 +121,9 @@ class Phases:
     def __str__(self) -> str:
         return ", then ".join(f"{rate:g} requests/s for {seconds:g} s" for rate, seconds in self.phases)
 
+    def expected(self, duration_s: float) -> float:
+        return sum(rate * seconds for rate, seconds in self.phases)
+
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         begin_s = 0.0
         for rate, seconds in self.phases:
@@ -125,6 +141,9 @@ class Trace:
 
     def __str__(self) -> str:
         return f"trace of {len(self.rows)} requests at {self.speed:g}x speed"
+
+    def expected(self, duration_s: float) -> float:
+        return float(len(self.rows))
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for row in self.rows:
@@ -194,6 +213,6 @@ def _positive(text: str, whole: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise InvalidArgument("arrivals", f"must be {FORMS} with positive numbers, got {whole!r}")
+    if not 0 < value <= MOST:
+        raise InvalidArgument("arrivals", f"must be {FORMS} with numbers above 0 and up to {MOST:g}, got {whole!r}")
     return value

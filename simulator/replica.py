@@ -16,7 +16,8 @@ import grpc.aio
 
 from clients.wire import infer_request, infer_response
 from cluster.plan.engine import Sequence
-from contract.errors import DeadlineExceeded, Unavailable
+from contract import errors
+from contract.errors import DeadlineExceeded, PromptTooLong, Unavailable
 from contract.generation import FinishReason, GenerationRequest, Timings, TokenDelta, Usage
 from gateway.routing.registrations import Registration
 from gateway.routing.replica_metrics import ReplicaMetrics
@@ -166,7 +167,7 @@ class Call:
             self.fail(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
         else:
             replica.calls[self] = None
-            self._after(self._submit)
+            self._after(self._submit if self._sequence.reserved <= replica.engine.kind.longest else self._refuse)
 
     def __aiter__(self) -> Call:
         return self
@@ -204,6 +205,11 @@ class Call:
             self._loop.call_later(delay_s, act, *arguments)
         else:
             act(*arguments)
+
+    def _refuse(self) -> None:
+        longest, tokens, most = self._replica.engine.kind.longest, self._prompt.tokens, self._request.max_tokens
+        problem = f"must be at most {max(0, longest - tokens)} with a prompt of {tokens} tokens, got {most}"
+        self.fail(grpc.StatusCode.INVALID_ARGUMENT, errors.to_text(PromptTooLong("max_tokens", problem)))
 
     def _submit(self) -> None:
         if not self._ended:

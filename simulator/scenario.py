@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ _Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=10_000_000)]
 _CountOrZero = Annotated[int, Field(ge=0, le=10_000_000)]
 _Part = Annotated[float, Field(ge=0, le=1)]
-
+MOST_REQUESTS = 10_000_000  # of a persona: about two hours of CPU
 
 _GIVEN = {"manifest_sha256": "", "machine": "", "source": step_model.ROOFLINE, "made": "", "format": step_model.FORMAT}
 
@@ -37,6 +38,7 @@ class Pool(BaseModel):
     replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: tokens of one step, of prompts and of
         streams. slower, short_tokens: how steps read prompts beside streams, as cluster.plan.engine.Replica. An engine
         has its own.
+    max_seq_len: tokens of prompt and answer of one request; 0: as many as the cache has. An engine has its own.
     acceptance: of an engine that drafts, in place of the step model's: a number, or one for each kind of text.
     shared: the gateway and the people's programs run on the cores of a replica's machine, as in a test on one machine.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
@@ -51,6 +53,7 @@ class Pool(BaseModel):
     replicas: _CountOrZero = 1
     slots: _Count = 64
     kv_tokens: _Count = 200_000
+    max_seq_len: _CountOrZero = 0
     prefill_chunk: _Count = 512
     slower: _Amount = 0.0
     short_tokens: _CountOrZero = 0
@@ -90,7 +93,8 @@ class Pool(BaseModel):
     def kind(self) -> Replica:
         step = self.step.of_texts(self.acceptance, "acceptance")
         step = step.behind_gateway if self.shared else step
-        return Replica(step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
+        rule = self.slower, self.short_tokens
+        return Replica(step, self.slots, self.prefill_chunk, self.kv_tokens, *rule, self.max_seq_len)
 
 
 class Gateways(BaseModel):
@@ -215,7 +219,7 @@ class Scenario(BaseModel):
     gateway: Gateways = Gateways()
     pools: Annotated[Mapping[str, Pool], Field(min_length=1)]
     scaling: Rules | None = None
-    interval_s: _Positive = 5.0
+    interval_s: Annotated[float, Field(ge=0.1, le=86_400)] = 5.0
     personas: Annotated[Mapping[str, Persona], Field(min_length=1)]
     faults: tuple[Fault, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -234,6 +238,11 @@ class Scenario(BaseModel):
         for field, moment_s in moments.items():
             if moment_s >= self.duration_s:
                 raise ValueError(f"{field}: must be less than duration_s, got {moment_s:g}")
+        for name, persona in self.personas.items():
+            seconds = min(self.duration_s, persona.until_s or math.inf) - persona.from_s
+            if persona.arrivals is not None and (sent := persona.arrivals.expected(seconds)) > MOST_REQUESTS:
+                allowed = f"at most {MOST_REQUESTS:,} requests in all"
+                raise ValueError(f"personas.{name}.arrivals: must be {allowed}, got {sent:,.0f} in {seconds:g} s")
         for number, fault in enumerate(self.faults):
             most = self.scaling.of(fault.pool).ceiling if self.scaling else 0
             most = max(most, self.pools[fault.pool].replicas)

@@ -38,7 +38,7 @@ class Replica:
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
     short_tokens: prompts up to this length are read whole all the same.
-    longest: tokens of prompt and answer of one request; 0 if the cache alone bounds it.
+    max_seq_len: tokens of prompt and answer of one request; 0 if the cache alone bounds it.
     """
 
     step: StepModel
@@ -47,7 +47,7 @@ class Replica:
     kv_tokens: int
     slower: float = 0.0
     short_tokens: int = 0
-    longest: int = 0
+    max_seq_len: int = 0
 
     @staticmethod
     def of_engine(folder: Path) -> Replica:
@@ -57,6 +57,11 @@ class Replica:
         rule = (MAX_SLOWDOWN, min(WHOLE_PROMPT_TOKENS, engine.max_num_tokens)) if pieces else (0.0, 0)
         cache = engine.kv_cache_blocks * BLOCK_TOKENS
         return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule, engine.max_seq_len)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer of the longest request that the engine takes."""
+        return min(self.max_seq_len or self.kv_tokens, self.kv_tokens)
 
     @property
     def request_s(self) -> float:

@@ -150,10 +150,9 @@ def operating_point(replica: Replica, load: _Load, slo: Slo, place: str) -> tupl
     Raises InvalidArgument: an objective is missed by requests that are alone.
     """
     input_tokens, output_tokens = load.means()
-    longest = replica.longest or replica.kv_tokens
-    if input_tokens + output_tokens > longest:
-        problem = f"must be requests of at most {longest} tokens, got {input_tokens + output_tokens:.0f} in the mean"
-        raise InvalidArgument(f"{place}.classes", problem)
+    if input_tokens + output_tokens > replica.longest:
+        mean = f"{input_tokens + output_tokens:.0f} in the mean"
+        raise InvalidArgument(f"{place}.classes", f"must be requests of at most {replica.longest} tokens, got {mean}")
     sequences = max(1.0, min(replica.slots, replica.kv_tokens / (input_tokens + output_tokens)))
     context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
     most = sequences / replica.step.seconds(sequences, sequences * context, sequences * ratio) / output_tokens

@@ -64,8 +64,8 @@ class _Run:
 def serve(
     replica: Replica, requests: Iterable[Request], after: Callable[[Request], Request | None] = lambda done: None
 ) -> _Run:
-    """Run all requests, in the order of their instants; return them with their instants. Those that do not fit the KV
-    cache by themselves are left out. after: returns the request that follows one, for closed loops."""
+    """Run all requests, in the order of their instants; return them with their instants. Those that
+    the engine would refuse as too long are left out. after: returns the request that follows one, for closed loops."""
     coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
     run = _Run()
 
@@ -93,7 +93,7 @@ def serve(
     while coming or engine.due_s < math.inf:
         if not coming or coming[-1].at_s > engine.due_s:
             engine.finish()
-        elif coming[-1].input_tokens + coming[-1].output_tokens <= replica.kv_tokens:
+        elif coming[-1].input_tokens + coming[-1].output_tokens <= replica.longest:
             submit(coming.pop())
         else:
             coming.pop()

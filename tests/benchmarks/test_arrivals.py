@@ -29,6 +29,7 @@ def test_instants_are_in_order_within_the_duration_and_the_same_for_the_same_see
 @pytest.mark.parametrize("process", PROCESSES, ids=str)
 def test_the_mean_rate_is_the_one_asked_for(process):
     # 10,000 expected; bursts of 5 have nine times Poisson's variance: a deviation of 300.
+    assert process.expected(200.0) == 10_000
     assert abs(len(instants(process)) - 10_000) < 1_500
     assert instants(process) != instants(process, seed=1)
 
@@ -99,11 +100,15 @@ def test_a_trace_is_replayed_in_order_and_faster_if_asked(tmp_path: Path):
     assert arrivals.parse(f"trace:{csv}") == Trace((Arrival(0.5, 12), Arrival(2.0)))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "poisson", "poisson:0", "poisson:-1", "poisson:nan", "bursty:5", "bursty:5,0.5", "ramp:1", "uniform:3"]
-)
+@pytest.mark.parametrize("text", ["", "poisson", "bursty:5", "bursty:5,0.5", "ramp:1", "uniform:3"])
 def test_what_is_no_process_is_refused_with_what_is_allowed(text):
     with pytest.raises(InvalidArgument, match=r"^arrivals: must be poisson:RATE"):
+        arrivals.parse(text)
+
+
+@pytest.mark.parametrize("text", ["poisson:0", "poisson:-1", "poisson:nan", "poisson:1e12", "bursty:1,1e12"])
+def test_numbers_out_of_range_are_refused_with_the_range(text):
+    with pytest.raises(InvalidArgument, match=r"^arrivals: must be .* above 0 and up to 1e\+06, got"):
         arrivals.parse(text)
 
 

@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from contract.errors import DeadlineExceeded, Unavailable
+from clients.wire import failures
+from contract.errors import DeadlineExceeded, PromptTooLong, Unavailable
 from contract.generation import GenerationRequest
 from simulator import virtual_time
 from simulator.engine import Engine
@@ -28,6 +29,23 @@ def replica() -> Replica:
 
 def ran(work):
     return virtual_time.run(work(), 0)
+
+
+@pytest.mark.parametrize("bounds", [{"kv_tokens": 25}, {"max_seq_len": 25}, {"kv_tokens": 25, "max_seq_len": 29}])
+def test_a_request_that_the_engine_cannot_hold_is_refused_as_too_long(bounds):
+    async def work():
+        served = Replica("main", 1, partial(Engine, Pool(step={"step_s": 0.1}, **bounds), random.Random(0)), 0.0)
+        served.state = "ready"
+        channel = Channel(served, None)
+        fits = [message async for message in channel.generate(request(most=15), 60.0, ())]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [message async for message in channel.generate(request(most=16), 60.0, ())]
+        assert fits and not served.calls and not served.engine.running and not served.engine.waiting
+        return failures.from_call(caught.value, "")
+
+    refused = ran(work)
+    assert isinstance(refused, PromptTooLong)
+    assert str(refused) == "max_tokens: must be at most 15 with a prompt of 10 tokens, got 16"
 
 
 def request(answer: int = 5, most: int = 20, continue_ids: tuple[int, ...] = ()) -> Sent:

@@ -36,6 +36,13 @@ def test_every_request_is_answered_by_the_gateways_own_code():
     assert record.tokens == record.usage_tokens and record.ttft_s is not None and 0.02 < record.ttft_s < 0.2
 
 
+def test_what_the_kv_cache_cannot_hold_is_refused_and_the_rest_is_answered():
+    result = simulated(pools={"main": POOL | {"kv_tokens": 110}})
+    refused = [record.error for record in result.everyone if not record.ok]
+    assert 0 < len(refused) < len(result.everyone) and not result.violations
+    assert all("max_tokens: must be at most" in error for error in refused)
+
+
 def test_equal_seeds_are_equal_whatever_the_process_and_others_are_not():
     told = [json.dumps(report.of(simulated(seed), {})) for seed in (1, 1, 2)]
     assert told[0] == told[1] != told[2]

@@ -41,6 +41,13 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"personas": {"a": {}}}, "personas.a.users", "must be set if arrivals is not, else left out"),
         ({"personas": {"a": {"users": 1, "output": "x"}}}, "personas.a.output", "must be N, lognormal:"),
         ({"personas": {"a": {"arrivals": "often"}}}, "personas.a.arrivals", "must be poisson:RATE, "),
+        ({"personas": {"a": {"arrivals": "poisson:1e12"}}}, "personas.a.arrivals", "above 0 and up to 1e+06, got"),
+        (
+            {"duration_s": 20_000.0, "personas": {"a": {"arrivals": "poisson:1e3"}}},
+            "personas.a.arrivals",
+            "must be at most 10,000,000 requests in all, got 20,000,000 in 20000 s",
+        ),
+        ({"interval_s": 1e-9}, "interval_s", "greater than or equal to 0.1, got 1e-09"),
         ({"personas": {"a": {"users": 1, "day": [1.0]}}}, "personas.a.day", "at least 24 items"),
         ({"faults": [{"kind": "x", "at_s": 1.0, "pool": "m"}]}, "faults.0.kind", "must be 'kill', 'hang', 'slow', "),
         ({"faults": [{"kind": "kill", "at_s": 1.0, "pool": "n"}]}, "faults.0.pool", "must be one of the pools m, got"),

@@ -86,7 +86,7 @@ def test_an_objective_that_a_request_alone_misses_is_refused_by_name():
     with pytest.raises(InvalidArgument, match="pools.main.classes: must be requests of at most 8192 tokens, got"):
         one = table()["pools"]["main"]["classes"][0] | {"input": 9000}
         operating_point(REPLICA, load(classes=[one]), Slo(), "pools.main")
-    short = dataclasses.replace(REPLICA, longest=64)
+    short = dataclasses.replace(REPLICA, max_seq_len=64)
     with pytest.raises(InvalidArgument, match="pools.main.classes: must be requests of at most 64 tokens, got"):
         operating_point(short, load(), Slo(), "pools.main")
 
