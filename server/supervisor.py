@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TextIO
 
-from contract import manifest, step_model
+from contract import backend_settings, manifest, step_model
 from contract.errors import TridentError
 from server import (
     installation,
@@ -111,6 +111,8 @@ class Supervisor:
             if (self._engine_folder / step_model.FILE_NAME).exists():
                 self._print(f"costs are learned from requests: {error}")
         self._installation = installation.find(settings.tritonserver)
+        environ = triton_command.environment(settings, self._installation, self._engine_folder, "", os.environ)
+        backend_settings.Settings.from_env(environ)  # else told by a model that does not load, after the others did
         self._pipeline = read_pipeline(settings.model_repository, settings.engine, served_model(engine.kind))
         ports.check(settings.host, settings.ports)
         claimed = ports.claim(settings.grpc_port)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from contract import packed_delta
+from contract.backend_settings import Settings
 from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import Metrics
-from python_backends.settings import Settings
 from python_backends.triton_io import Inputs, Request, log_error, metric_family, response, row
 
 

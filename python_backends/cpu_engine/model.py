@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from contract import manifest as manifests
+from contract.backend_settings import Settings
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import Guide
 from contract.priority import read
@@ -32,7 +33,6 @@ from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
-from python_backends.settings import Settings
 from python_backends.triton_io import (
     FINAL,
     Inputs,

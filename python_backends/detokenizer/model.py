@@ -16,6 +16,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract import packed_delta, step_model
+from contract.backend_settings import Settings
 from contract.errors import EngineFailed, NotFound
 from contract.generation import TokenDelta
 from contract.manifest import EngineManifest
@@ -27,7 +28,6 @@ from python_backends.ensemble.stream_state import StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, AdapterMetrics, Metrics
-from python_backends.settings import Settings
 from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_family, response, row, texts
 
 # is_cancelled() is a call to the server process (11-22 µs), so it is made at most this often per stream. Together with

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from contract import manifest as manifests
+from contract.backend_settings import Settings
 from contract.encoder import Encoder
 from contract.errors import Cancelled, EngineFailed, TridentError, Unavailable
 from python_backends.encoder.forward import Forward
@@ -16,7 +17,6 @@ from python_backends.encoder.request import EncoderRequest, parse
 from python_backends.encoder.tokens import Tokens
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import Metrics
-from python_backends.settings import Settings
 from python_backends.triton_io import Inputs, Request, error_response, metric_family, response
 
 

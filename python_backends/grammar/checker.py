@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 
+from contract.backend_settings import Settings
 from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
 from python_backends.grammar.messages import GRAMMAR_CHECKER, TOKENIZER_INFO, Check, Checked
-from python_backends.settings import Settings
 
 NO_VOCABULARY = "must be left out: this engine was built without the vocabulary that a grammar needs; build it again"
 _START_S = 60.0

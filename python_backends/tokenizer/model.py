@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from contract import manifest as manifests
+from contract.backend_settings import Settings
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.generation import GUIDE_KINDS, Guide
 from python_backends.adapter_ids import AdapterIds
@@ -23,7 +24,6 @@ from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.metrics import Metrics
-from python_backends.settings import Settings
 from python_backends.tokenizer.chat_template import ChatTemplate
 from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse

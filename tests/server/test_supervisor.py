@@ -340,6 +340,12 @@ def test_over_tls_the_liveness_probe_trusts_the_given_authority_and_plain_text_c
         assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE" and not stream.texts
 
 
+def test_a_wrong_setting_of_a_model_is_one_line_of_error_before_anything_starts(fixture_settings, tmp_path):
+    ended = run(env={"TRIDENT_MAX_WAITING": "-1"}, **fixture_settings)
+    assert ended.stderr == "error: TRIDENT_MAX_WAITING: must be a whole number from 1, got '-1'\n"
+    assert ended.returncode == 1 and not (tmp_path / "logs").exists()
+
+
 def test_a_busy_port_and_a_damaged_engine_are_one_line_of_error_before_anything_starts(fixture_settings, tmp_path):
     with socket.create_server(("127.0.0.1", fixture_settings["http_port"])):
         ended = run(**fixture_settings)

@@ -8,6 +8,7 @@ import uuid
 import numpy as np
 import pytest
 
+from contract.backend_settings import Settings
 from contract.errors import EngineFailed, from_text
 from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
 from python_backends.cpu_engine.model import TritonPythonModel
@@ -15,7 +16,6 @@ from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TokenIncrement
-from python_backends.settings import Settings
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
 EVERY_OUTPUT = [tensor.name for tensor in ENGINE_OUTPUTS]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract import packed_delta
+from contract.backend_settings import Settings
 from contract.errors import EngineFailed, InvalidArgument
 from python_backends.detokenizer.model import PackedModel, TritonPythonModel
 from python_backends.detokenizer.request_id_streams import RequestIdTable
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.settings import Settings
 
 SECOND = 1_000_000_000
 

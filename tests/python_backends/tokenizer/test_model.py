@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from contract import manifest as manifests
+from contract.backend_settings import Settings
 from contract.errors import InvalidArgument, PromptTooLong, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
 from python_backends.ensemble.metadata_channel import MetadataListener
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import decode_word_list
-from python_backends.settings import Settings
 from python_backends.tokenizer.model import TritonPythonModel
 from tests.fakes import tokenizer_families
 

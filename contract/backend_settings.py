@@ -1,4 +1,4 @@
-"""Settings of the Python backends, from environment variables with the prefix TRIDENT_.
+"""Settings of the Python backends, from TRIDENT_* environment variables; the supervisor checks them before it starts.
 
 A small reader of its own: every stub imports it, and pydantic-settings would add 0.2 s to the start of each.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,45 +59,45 @@ class Settings:
         return f"{self.control_socket}-supervisor"
 
     @classmethod
-    def from_env(cls) -> Settings:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the environment.
 
         Raises:
             InvalidArgument: a variable holds a value that is not allowed.
         """
-        engine_dir = os.environ.get("TRIDENT_ENGINE_DIR")
+        engine_dir = environ.get("TRIDENT_ENGINE_DIR")
         if not engine_dir:
             raise InvalidArgument("TRIDENT_ENGINE_DIR", "must be set to the engine folder, e.g. engines/demo")
         return cls(
             engine_dir=Path(engine_dir),
-            control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
-            max_waiting=_count("TRIDENT_MAX_WAITING", 1024),
-            sender_threads=_count("TRIDENT_SENDER_THREADS", 4),
-            max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
-            max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
-            http_port=_count("TRIDENT_HTTP_PORT", 0, least=0),
-            whole_answer_timeout_s=_count("TRIDENT_WHOLE_ANSWER_TIMEOUT_S", 0, least=0),
-            grammar_timeout_s=_count("TRIDENT_GRAMMAR_TIMEOUT_MS", 2000) / 1e3,
-            grammar_stall_s=_count("TRIDENT_GRAMMAR_STALL_MS", 250) / 1e3,
-            drain_file=Path(path) if (path := os.environ.get("TRIDENT_DRAIN_FILE")) else None,
-            stall_s=_seconds("TRIDENT_STALL_S", STALL_S),
-            step_limit_s=_seconds("TRIDENT_STEP_LIMIT_S", LIMIT_S),
+            control_socket=environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
+            max_waiting=_count(environ, "TRIDENT_MAX_WAITING", 1024),
+            sender_threads=_count(environ, "TRIDENT_SENDER_THREADS", 4),
+            max_coalesce_s=_count(environ, "TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
+            max_prompt_bytes=_count(environ, "TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
+            http_port=_count(environ, "TRIDENT_HTTP_PORT", 0, least=0),
+            whole_answer_timeout_s=_count(environ, "TRIDENT_WHOLE_ANSWER_TIMEOUT_S", 0, least=0),
+            grammar_timeout_s=_count(environ, "TRIDENT_GRAMMAR_TIMEOUT_MS", 2000) / 1e3,
+            grammar_stall_s=_count(environ, "TRIDENT_GRAMMAR_STALL_MS", 250) / 1e3,
+            drain_file=Path(path) if (path := environ.get("TRIDENT_DRAIN_FILE")) else None,
+            stall_s=_seconds(environ, "TRIDENT_STALL_S", STALL_S),
+            step_limit_s=_seconds(environ, "TRIDENT_STEP_LIMIT_S", LIMIT_S),
         )
 
 
-def _count(name: str, default: int, least: int = 1) -> int:
-    text = os.environ.get(name, str(default))
+def _count(environ: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    text = environ.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
         raise InvalidArgument(name, f"must be a whole number from {least}, got {text!r}")
     return int(text)
 
 
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name) or str(default)
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or str(default)
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 3 <= value <= 86_400:  # the supervisor allows the same
+    if not 3 <= value <= 86_400:
         raise InvalidArgument(name, f"must be a number of seconds from 3 to 86400, got {text!r}")
     return value

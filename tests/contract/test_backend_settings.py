@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.backend_settings import Settings
 from contract.errors import InvalidArgument
-from python_backends.settings import Settings
 
 
 @pytest.fixture(autouse=True)
