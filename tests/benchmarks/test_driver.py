@@ -163,7 +163,7 @@ async def test_shares_of_several_generators_make_one_load(load):
 async def test_a_load_that_counts_answers_is_warm_once_every_client_had_one():
     async with FakeReplica(paced(5, first_token_s=0.05, gap_s=0.01)) as server:
         result = await drive(
-            server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.01, 5.0, answers=6, most_s=5.0)
+            server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.01, 60.0, answers=6, most_s=60.0)
         )
         begin_s, end_s, steady = result.steady
         firsts = sorted(record.ended_s for record in result.records)[:3]

@@ -36,7 +36,7 @@ def test_the_child_command_prints_the_servers_variables_and_waits():
         line = child.stdout.readline()
         assert json.loads(line.removeprefix("SERVER "))["TRIDENT_URL"] == "127.0.0.1:7" and child.poll() is None
         child.stdin.close()
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from contract.generation import FinishReason, GenerationRequest, SamplingParams
 from server.replica import running
 from tests.end_to_end.watching import halted
 
-LONG = GenerationRequest("def f(", max_tokens=300, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
+LONG = GenerationRequest("def f(", max_tokens=900, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
 
 
 class Answer:

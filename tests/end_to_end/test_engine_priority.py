@@ -8,6 +8,7 @@ import pytest
 
 from gateway.config.tenant import Tenant
 from server.replica import Replica
+from tests.end_to_end.watching import halted
 from tests.gateway.admission.test_engine_priority import sent_by_grpc
 from tests.gateway.running import Running, gateway, until
 
@@ -35,8 +36,8 @@ async def test_a_class_9_caller_with_the_highest_priority_does_not_pass_class_0(
         slots = known.metrics.max_running
 
         # Through the gateway: beside requests of others it sends no more than can run, and nothing waits at the engine.
-        filling = [asyncio.ensure_future(completion(running, "5", **LONG)) for _ in range(slots)]
-        try:
+        with halted(replica):  # until all wait, nothing ends
+            filling = [asyncio.ensure_future(completion(running, "5", **LONG)) for _ in range(slots)]
             await until(lambda: known.metrics.running == slots and known.metrics.waiting == 0)
             ended: list[str] = []
             nine = asyncio.ensure_future(sent_by_grpc(running.grpc_url, "9", request_priority=1.0))
@@ -46,6 +47,7 @@ async def test_a_class_9_caller_with_the_highest_priority_does_not_pass_class_0(
             zero.add_done_callback(lambda _: ended.append("class 0"))
             await until(lambda: known.metrics.waiting == 2)
             filling.pop().cancel()  # one slot becomes free
+        try:
             assert await zero == 200 and await nine
             assert ended == ["class 0", "class 9"]
         finally:

@@ -87,8 +87,8 @@ async def test_a_deadline_and_a_killed_engine_process_read_the_same_through_both
             return ()
 
     with halted(replica):
-        late = await asyncio.gather(*(error_of(model, asyncio.Event(), timeout_s=0.3) for model in models))
-    assert set(late) == {(DeadlineExceeded, "the deadline of 0.3 s passed before the first token")}
+        late = await asyncio.gather(*(error_of(model, asyncio.Event(), timeout_s=2.0) for model in models))
+    assert set(late) == {(DeadlineExceeded, "the deadline of 2 s passed before the first token")}
     await until_idle(replica)
     for _ in range(TRIES):  # who stands still for as long as all of it takes strikes too late
         begun = [asyncio.Event() for _ in models]

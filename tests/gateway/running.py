@@ -48,7 +48,9 @@ class Running:
 
     async def metrics_page(self) -> str:
         """What Prometheus reads."""
-        await asyncio.sleep(0.01)  # a caller may have the end of its stream before the gateway has counted it
+        # A caller may have the end of its stream before the gateway, on the same loop, has counted it.
+        for _ in range(10):
+            await asyncio.sleep(0.001)
         status, page = await _get(f"{self.monitoring_url}/metrics", {})
         assert status == 200, page
         return page

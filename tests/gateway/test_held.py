@@ -86,7 +86,7 @@ async def test_a_caller_who_leaves_is_not_waited_for():
 async def test_a_gateway_that_stops_tells_held_requests_at_once():
     async with FakeReplica() as replica, scaled_to_zero(replica) as running, AsyncClient(running.grpc_url) as client:
         whole, stream = (
-            asyncio.create_task(asyncio.wait_for(call, 10))
+            asyncio.create_task(asyncio.wait_for(call, 60))
             for call in (running.post("/v1/completions", BODY), events(running))
         )
         tensors = asyncio.create_task(client.complete("one two three", max_tokens=3))

@@ -123,7 +123,7 @@ async def test_requests_without_a_token_at_a_stopped_replica_are_served_by_anoth
     url, process = stopped_replica
     async with FakeReplica() as good:
         where = {"replicas": f"{url},{good.url}", "routing": "round_robin", "metrics_urls": {}}
-        more = {"first_token_timeout_s": 0.5, "breaker_failures": 1000, "probe_interval_s": 600.0}
+        more = {"first_token_timeout_s": 2.0, "breaker_failures": 1000, "probe_interval_s": 600.0}
         async with gateway(good, **where, **more) as running, ours(running) as client:
             await until(lambda: len(running.service.replicas.ready()) == 2)
             os.kill(process.pid, signal.SIGSTOP)
@@ -175,7 +175,7 @@ async def test_a_prompt_that_hangs_engines_hangs_few_of_them_and_says_how_many(p
 async def test_a_request_that_had_a_token_is_never_tried_elsewhere():
     script = Script((" a", " b"), stall_after=1)
     async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
-        more = {"first_token_timeout_s": 0.1, "idle_timeout_s": 0.5}
+        more = {"first_token_timeout_s": 2.0, "idle_timeout_s": 2.5}
         async with gateway(one, two, **more) as running, ours(running) as client:
             with pytest.raises(DeadlineExceeded, match="silent"):
                 await client.generate("x").complete()
@@ -204,7 +204,7 @@ async def test_when_probes_take_a_replica_out_its_requests_without_a_token_move_
 async def test_a_deep_probe_that_waits_behind_real_requests_takes_no_replica_out():
     script = {"The": Script((" t",), gate_at=0, gate=asyncio.Event()), "x": Script((" a",) * 10_000, gap_s=0.02)}
     async with FakeReplica() as replica:
-        async with gateway(replica, deep_probes=True, probe_interval_s=600.0, probe_timeout_s=0.3) as running:
+        async with gateway(replica, deep_probes=True, probe_interval_s=600.0, probe_timeout_s=1.5) as running:
             replica.script = lambda seen: script[seen.value("text_input")]
             [one] = running.service.replicas.all()
             async with ours(running) as client, client.generate("x", max_tokens=10_000) as going:

@@ -44,7 +44,7 @@ async def all_equal(count: int, get, fits) -> bool:
     return all([fits(await get()) for _ in range(count)])
 
 
-async def eventually(condition, patience_s: float = 30.0) -> None:
+async def eventually(condition, patience_s: float = 60.0) -> None:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while not await condition():
         assert asyncio.get_running_loop().time() < deadline_s, "it did not come to hold"
@@ -74,9 +74,13 @@ async def test_workers_share_ports_caps_metrics_and_stored_responses_and_one_tha
             assert status == 200, text
             name = re.search(r'"id":"(resp_[^"]+)"', text)[1]
             assert {(await get(f"{url}/v1/responses/{name}"))[0] for _ in range(12)} == {200}
-            page = (await get(f"{monitoring}/metrics"))[1]
             counted = 'requests_total{code="200",operation="text_completion",protocol="http"} 24.0'
-            assert counted in page and 'trident_gateway_pool_slots{pool=""} 3.0' in page
+
+            async def shown() -> bool:
+                page = await metrics(monitoring)
+                return counted in page and 'trident_gateway_pool_slots{pool=""} 3.0' in page
+
+            await eventually(shown)  # a caller may have the end before it is counted
             os.kill(workers[2], signal.SIGSTOP)
             try:
                 began_s = time.monotonic()

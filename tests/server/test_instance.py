@@ -102,7 +102,7 @@ def test_a_full_server_whose_metrics_come_later_than_its_readiness_becomes_ready
         monkeypatch.setattr(instance, "_metrics_or_none", lambda: asyncio.sleep(0, next(pages)))
         full = ProbeResult(Outcome.BUSY, "no slot")
         monkeypatch.setattr(liveness_probe, "probe", lambda *arguments: asyncio.sleep(0, full))
-        await asyncio.wait_for(instance._wait_until_ready(), 5)
+        await asyncio.wait_for(instance._wait_until_ready(), 60)
         instance._exits.close()
 
     asyncio.run(run())

@@ -209,7 +209,7 @@ def test_a_program_ends_with_a_driver_that_is_killed(tmp_path):
         f"container.run([sys.executable, '-c', {child!r}], gpu_recipes.make(), pathlib.Path({str(tmp_path / 'log')!r}))"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=layout.ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     stat = Path(f"/proc/{note.read_text()}/stat")

@@ -106,8 +106,8 @@ def test_a_second_builder_waits_and_says_so(tmp_path):
     thread = threading.Thread(target=second)
     with only_builder(folder, print):
         thread.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         with replacement(folder) as partial:
             write(partial, "first")
-    thread.join(10)
+    thread.join(60)
     assert seen == ["another build of demo is running; waiting for it", {"first"}]

@@ -44,7 +44,7 @@ def context(target: int, state: dict | None = None) -> SimpleNamespace:
 
 
 def eventually(policy: TokensPolicy, target: int, wanted: int) -> dict:
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while time.monotonic() < until_s:
         number, state = policy(context(target))
         if number == wanted:
@@ -54,13 +54,13 @@ def eventually(policy: TokensPolicy, target: int, wanted: int) -> dict:
 
 
 def test_it_wants_what_the_law_says_and_its_state_is_json(served):
-    policy = TokensPolicy([served.url], pool="main", interval_s=0.01)
+    policy = TokensPolicy([served.url], pool="main", interval_s=600)
     state = eventually(policy, 1, 9)
     assert json.loads(json.dumps(state)) == state
-    began_s = time.perf_counter()
+    served.text = ""
     for _ in range(100):
-        policy(context(9, state))
-    assert time.perf_counter() - began_s < 1  # it reads nothing meanwhile
+        assert policy(context(9, state))[0] == 9
+    assert policy._readings == 1  # a call reads nothing
     assert policy(context(9, {"__decision_counters": 3}))[1]["__decision_counters"] == 3
 
 

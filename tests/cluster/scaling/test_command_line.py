@@ -53,7 +53,7 @@ async def test_keda_and_prometheus_are_served_until_sigterm():
             )
             for _ in range(100):
                 try:
-                    answer = await call(pb.GetMetricsRequest(scaledObjectRef=ref), timeout=5)
+                    answer = await call(pb.GetMetricsRequest(scaledObjectRef=ref), timeout=60)
                     break
                 except grpc.aio.AioRpcError as exc:
                     assert exc.code() is grpc.StatusCode.UNAVAILABLE

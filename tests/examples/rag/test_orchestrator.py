@@ -72,7 +72,7 @@ async def test_two_models_answer_under_one_trace_and_one_budget(tmp_path: Path):
 async def test_a_branch_that_is_late_is_left_out_and_the_answer_is_in_time(tmp_path: Path):
     async with asking(tmp_path, GOOD, GOOD, {"retrieval": 60.0, "model second": 60.0}) as (_, _, ask):
         began_s = time.monotonic()
-        answer = await ask.answer("What is a permit?", seconds=2.0)
+        answer = await ask.answer("What is a permit?", seconds=6.0)
         assert time.monotonic() - began_s < 30.0
         assert answer.partial and outcomes(answer)["retrieval"] == outcomes(answer)["model second"] == "late"
         assert answer.model == "first" and answer.checked.cited == (1,)
@@ -81,17 +81,17 @@ async def test_a_branch_that_is_late_is_left_out_and_the_answer_is_in_time(tmp_p
 async def test_a_replica_that_dies_leaves_the_other_models_answer(tmp_path: Path):
     gate = asyncio.Event()  # never opened
     async with asking(tmp_path, GOOD, Script(("A", " permit") * 20, gate=gate, gate_at=2), {}) as (_, two, ask):
-        asked = asyncio.create_task(ask.answer("What is a permit?", seconds=10.0))
+        asked = asyncio.create_task(ask.answer("What is a permit?", seconds=60.0))
         await until(lambda: two.counts.running == 1)
         await two.stop()
         answer = await asked
         assert answer.partial and answer.model == "first" and answer.checked.cited == (1,)
         assert outcomes(answer)["model first"] == "done" and outcomes(answer)["model second"] != "done"
-        assert answer.seconds < 10.0
+        assert answer.seconds < 60.0
 
 
 async def test_without_any_model_the_sources_answer(tmp_path: Path):
     late = Script((" late",), first_token_s=60.0)
     async with asking(tmp_path, late, late, {}) as (_, _, ask):
-        answer = await ask.answer("What is a permit?", seconds=1.5)
+        answer = await ask.answer("What is a permit?", seconds=5.0)
         assert answer.model == "" and answer.checked.cited and "right to generate" in answer.checked.text

@@ -18,6 +18,6 @@ async def test_messages_arrive_whole_and_in_order_and_the_end_is_told():
     for message in sent:
         sender.send(*message)
     sender.close()
-    await asyncio.wait_for(lost.wait(), 10)
+    await asyncio.wait_for(lost.wait(), 60)
     assert received == sent
     receiver.send("nobody reads this")

@@ -167,7 +167,7 @@ async def test_what_a_worker_holds_ends_with_it():
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(made[1].run(Tenant("other")))
         made[0].link.close()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         await idle(hub)
         assert list(hub.workers) == [1]
         for task in lost:

@@ -58,10 +58,10 @@ async def test_without_the_parent_requests_are_refused_and_the_worker_is_told():
     await asyncio.sleep(0)
     own.close()
     with pytest.raises(Unavailable, match="stopping"):
-        await asyncio.wait_for(asking, 10)
+        await asyncio.wait_for(asking, 60)
     assert lost.is_set() and not hub.workers
     with pytest.raises(Unavailable):
-        await asyncio.wait_for(caps.acquire((), 1), 10)
+        await asyncio.wait_for(caps.acquire((), 1), 60)
 
 
 async def test_what_has_no_budget_asks_nobody():
@@ -78,10 +78,11 @@ async def test_what_has_no_budget_asks_nobody():
 async def test_what_others_publish_while_a_worker_starts_does_not_end_it():
     async with workers(2) as (hub, made):
         heard = asyncio.Queue()
-        made[0].link.publish("register", "early")
-        made[0].link.publish("early", 1)
-        await asyncio.sleep(0.05)
+        made[1].link.topics["last"] = heard.put_nowait
+        for topic in ("register", "early", "last"):
+            made[0].link.publish(topic, "early")
+        assert await asyncio.wait_for(heard.get(), 60) == "early"
         made[1].link.topics["register"] = heard.put_nowait
         made[0].link.publish("register", "late")
-        assert await asyncio.wait_for(heard.get(), 5) == "late"
+        assert await asyncio.wait_for(heard.get(), 60) == "late"
         assert made[1].link.frames.open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -43,7 +44,7 @@ def fails() -> None:
 
 
 def made(**more: Any) -> Runner:
-    return Runner("one", **{"threads": 2, "timeout_s": 5.0, "hung": lambda: None, **more})
+    return Runner("one", **{"threads": 2, "timeout_s": 60.0, "hung": lambda: None, **more})
 
 
 async def test_values_and_exceptions_come_back():
@@ -72,7 +73,7 @@ async def test_a_call_that_does_not_return_is_counted_and_its_thread_replaced(mo
     threads = {*one._workers, one._loop_thread}
     while one.hangs < 2:
         await asyncio.sleep(0.005)
-    one._timeout_s = 5.0
+    one._timeout_s = 60.0
     assert await one.call(plus, 1) == 2 and await one.call(plus_async, 1) == 2
     assert len(hung) == 2 and threads.isdisjoint({*one._workers, one._loop_thread})
     while any(thread.is_alive() for thread in threads if thread is not None):  # an endless loop is ended
@@ -80,9 +81,15 @@ async def test_a_call_that_does_not_return_is_counted_and_its_thread_replaced(mo
 
 
 async def test_a_late_call_that_returns_is_no_hang(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner, "HANG_S", 0.05)
-    one = made(timeout_s=0.005)
+    check, late, go = Runner._check, asyncio.Queue(), threading.Event()
+    monkeypatch.setattr(runner, "HANG_S", 0.0)
+    monkeypatch.setattr(Runner, "_check", lambda self, job: late.put_nowait(job))
+    one = made(threads=1, timeout_s=0.005)
     with pytest.raises(asyncio.TimeoutError):
-        await one.call(time.sleep, 0.01)
-    await asyncio.sleep(0.08)
+        await one.call(go.wait, 60)
+    job = await late.get()
+    go.set()
+    while not job.ended:
+        await asyncio.sleep(0.005)
+    check(one, job)
     assert one.hangs == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument, NotFound
 from gateway.config.tenant import Level, Tenant
 from gateway.prompts.registry import Registry, precedence, roll_back
+from tests.gateway.running import until
 
 TEXT = '[[messages]]\nrole = "system"\ncontent = "{}"\n'
 
@@ -122,9 +123,6 @@ async def test_a_changed_folder_is_read_again(folder: Path, monkeypatch: pytest.
     registry = Registry(folder)
     watching = asyncio.create_task(registry.watch())
     put(folder, "support", "3.0.0")
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if "3.0.0" in registry.prompts["support"].versions:
-            break
+    await until(lambda: "3.0.0" in registry.prompts["support"].versions)
     watching.cancel()
     assert version_of(registry, "latest") == "3.0.0"

@@ -20,7 +20,7 @@ class Disk:
         self.may_write.set()
 
     def write(self, batch: list[int]) -> None:
-        assert self.may_write.wait(10)
+        assert self.may_write.wait(60)
         if self.fails:
             raise Unavailable("full", 1.0)
         self.batches.append(batch)

@@ -126,9 +126,15 @@ def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(sen
 
 
 def test_what_becomes_due_together_is_sent_by_one_thread_and_a_large_step_by_several(senders):
-    sinks, used = [], {}
+    sinks, used, begun = [], {}, threading.Barrier(3)
+
+    def pause(key):
+        used[key] = threading.get_ident()
+        if key % 32 == 0:
+            begun.wait(60)  # no thread is done before each has begun
+
     for key in range(3 * 32):
-        sinks.append(Sink(pause=lambda key=key: (used.setdefault(key, threading.get_ident()), time.sleep(0.0005))))
+        sinks.append(Sink(pause=lambda key=key: pause(key)))
     with senders:
         for key, sink in enumerate(sinks):
             one = stream(key, sink)
@@ -138,7 +144,7 @@ def test_what_becomes_due_together_is_sent_by_one_thread_and_a_large_step_by_sev
     for sink in sinks:
         assert sink.closed.wait(60)
     groups = [{used[key] for key in range(start, start + 32)} for start in (0, 32, 64)]
-    assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) > 1
+    assert [len(group) for group in groups] == [1] * 3 and len(set.union(*groups)) == 3
 
 
 def test_step_after_step_is_sent_by_the_thread_that_sent_last(senders):

@@ -138,6 +138,6 @@ def test_after_close_it_refuses(tiny_engine):
     came = queue.SimpleQueue()
     checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
     checker.close()
-    assert isinstance(came.get(timeout=10), Unavailable | Guide)
+    assert isinstance(came.get(timeout=60), Unavailable | Guide)
     with pytest.raises(Unavailable):
         checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
