@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.child_process import ROOT, process
 from benchmarks.measurement import ServerUnderTest
 from contract.errors import EngineFailed
 
-IDLE_S, IDLE_CPU_PERCENT = 0.5, 10.0
+IDLE_S, IDLE_SHARE = 0.5, 0.1
 ENGINES = Path(os.environ.get("TRIDENT_ENGINES_DIR") or ROOT / "engines")
 # The server's child command: prints where the server is, and ends when its standard input closes.
 _CHILD = (
@@ -43,11 +44,18 @@ def running_server(engine: str, env: Mapping[str, str] | None = None, rest: bool
 
 
 def wait_for_rest(pid: int) -> None:
-    """Wait until engine workers below process ``pid`` use no CPU: one that drafts loads its second pipeline late."""
+    """Wait until engine workers below process ``pid`` want no core: one that drafts loads its second pipeline late."""
     for one in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            while processes.role(one.cmdline()) == "engine worker" and one.cpu_percent(IDLE_S) > IDLE_CPU_PERCENT:
+        with suppress(psutil.NoSuchProcess, OSError):
+            while processes.role(one.cmdline()) == "engine worker" and _wanted(one.pid) > IDLE_SHARE:
                 pass
+
+
+def _wanted(pid: int) -> float:
+    """Return the share of the next moment in which a process ran or waited for a core. Raises OSError: it ended."""
+    before_s = processes.cpu_s(pid) + processes.waited_s(pid)
+    time.sleep(IDLE_S)
+    return (processes.cpu_s(pid) + processes.waited_s(pid) - before_s) / IDLE_S
 
 
 def _address(process: subprocess.Popen[str], engine: str) -> ServerUnderTest:

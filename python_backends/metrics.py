@@ -62,17 +62,25 @@ class Metrics:
         return set_value
 
     def flush(self) -> None:
-        """Send everything pending to Triton, a counter's values as their sum. One thread only."""
+        """Send everything pending to Triton, a counter's values as their sum. One thread only.
+
+        Gauges come last: a page that was read meanwhile and says that nothing runs has counted what ran.
+        """
         sums: dict[Any, float] = {}
+        gauges: dict[Any, float] = {}
         for _ in range(len(self._pending)):
             action, metric, value = self._pending.popleft()
             if action == "increment":
                 sums[metric] = sums.get(metric, 0.0) + value
+            elif action == "set":
+                gauges[metric] = value
             else:
-                getattr(metric, action)(value)
+                metric.observe(value)
         for metric, value in sums.items():
             if value:
                 metric.increment(value)
+        for metric, value in gauges.items():
+            metric.set(value)
 
     def _metric(
         self, name: str, description: str, kind: str, labels: dict[str, str], buckets: Sequence[float] | None = None

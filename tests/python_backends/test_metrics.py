@@ -40,12 +40,23 @@ def test_a_flush_is_one_call_for_each_counter_that_grew(metrics_of_model, triton
 
 def test_a_gauge_set_to_what_it_shows_is_not_sent_again(metrics_of_model, triton):
     show = metrics_of_model.gauge("running", "Requests", kind="a")
-    for value in (1, 1, 2, 2, 1):
+    for value in (1, 1, 2, 2, 1, 1):
         show(value)
-    metrics_of_model.flush()
-    show(1)
-    metrics_of_model.flush()
+        metrics_of_model.flush()
     assert triton.families["running"].Metric({"kind": "a"}).calls == [1, 2, 1]
+
+
+def test_gauges_are_sent_after_the_counters_with_their_last_value(metrics_of_model, triton, monkeypatch):
+    sent = []
+    show, add = metrics_of_model.gauge("running", "Requests"), metrics_of_model.counter("requests_total", "Requests")
+    for name, how in (("running", "set"), ("requests_total", "increment")):
+        metric = triton.families[name].Metric(labels={})
+        monkeypatch.setattr(metric, how, lambda value, name=name: sent.append((name, value)))
+    show(1)
+    add()
+    show(0)
+    metrics_of_model.flush()
+    assert sent == [("requests_total", 1), ("running", 0)]
 
 
 def test_gauges_of_one_family_do_not_shadow_each_other(metrics_of_model, triton):
