@@ -68,7 +68,8 @@ class RequestIdTable:
                 return True
             for adapter in filter(None, self._taken.values()):
                 self._cache.generated(adapter, now_ns)
-            cause = self._cache.send_cause(metadata.adapter, now_ns)
+            running = {live.metadata.adapter for live in self._live.values()}
+            cause = self._cache.send_cause(metadata.adapter, now_ns, running)
         self._on_adapter(metadata.adapter, cause)
         return SEND_ADAPTER if cause else True
 
@@ -130,7 +131,10 @@ class RequestIdTable:
         return state, options
 
     def _remove(self, request_id: str) -> None:
-        del self._request_ids[self._live.pop(request_id).key]
+        live = self._live.pop(request_id)
+        del self._request_ids[live.key]
+        if live.metadata.adapter:
+            self._cache.ended(live.metadata.adapter, self._clock_ns())
         self._on_end(request_id)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from python_backends.detokenizer.adapter_cache import DOUBT_NS, AdapterCache
@@ -37,17 +37,21 @@ class Backend:
 
 @given(
     capacity=st.integers(1, 4),
-    steps=st.lists(st.tuples(st.sampled_from(("start", "token", "end")), st.integers(1, 5)), max_size=60),
+    steps=st.lists(st.tuples(st.sampled_from(("start", "token", "end", "cancel")), st.integers(1, 5)), max_size=60),
 )
+@example(2, [("start", 2), ("start", 3), ("end", 2), ("start", 1), ("start", 2)])
+@example(2, [("start", 2), ("start", 3), ("end", 2), ("start", 1), ("cancel", 3), ("start", 2)])
 def test_no_request_lacks_weights_whatever_runs_at_once(capacity, steps):
     cache, backend = AdapterCache(capacity), Backend(capacity)
     for now_ns, (step, adapter) in enumerate(steps, 1):
         if step == "start":
-            backend.start(adapter, bool(cache.send_cause(adapter, now_ns)))
+            backend.start(adapter, bool(cache.send_cause(adapter, now_ns, backend.running)))
         elif adapter in backend.running:
-            cache.generated(adapter, now_ns)  # the last token too
-            if step == "end":
+            if step != "cancel":
+                cache.generated(adapter, now_ns)  # the last token too
+            if step != "token":
                 backend.end(adapter)
+                cache.ended(adapter, now_ns)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=40))
