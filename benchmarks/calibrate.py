@@ -50,8 +50,8 @@ ANSWER = 64  # tokens
 IN_SERVICE_S, PART = 12.0, 0.5  # of an open load, and of what the engine can do
 LEAST, MOST = 0.5, 2.0  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
-TEXTS, TEXT = 24, 128  # requests whose acceptance is measured, and tokens of each
-TEXTS_S = 20.0  # after which half of them suffice
+TEXTS, TEXT = 48, 128  # requests whose acceptance is measured, and tokens of each
+TEXTS_S = 40.0  # after which half of them suffice
 DRAFTED = "trident_speculative"  # counters of the engine
 PROMPTS = "prefill_s", "prefill_token_s", "prefill_square_s"  # the terms of prompts
 

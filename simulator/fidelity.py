@@ -36,6 +36,7 @@ from simulator.scenario import Persona, Pool, Scenario
 KNOWN = Path(__file__).with_name("fidelity.json")
 GOALS = {"ttft": 0.15, "latency": 0.10}  # errors of the 95th percentile, at most
 LOADS = 0.25, 0.5, 0.75  # of what the step model says that the replica can do
+REPLAYS = 8  # of a load in the simulator: each draws other texts and other steps
 
 
 def known(scenario: Scenario) -> dict[str, Any]:
@@ -77,9 +78,8 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 trace = Path(logs) / f"{part}.jsonl"
                 trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
                 people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
-                simulated = run(
-                    Scenario(duration_s=seconds + 2.0, pools={"main": pool}, personas=people), seed
-                ).everyone
+                forecast_of = Scenario(duration_s=seconds + 2.0, pools={"main": pool}, personas=people)
+                simulated = [one for again in range(REPLAYS) for one in run(forecast_of, seed + again).everyone]
                 for what in ("ttft", "latency"):
                     for q in (50, 95):
                         measured, forecast = (_percentile(records, what, q) for records in (real, simulated))
