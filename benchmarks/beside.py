@@ -26,7 +26,7 @@ from benchmarks.record import Record
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import PlannedRequest
 
-PROMPT, TOKENS = 64, 64  # of each request
+TOKENS = 64  # of a prompt and of an answer, at most
 STREAMS, ROUNDS = 8, 2  # streams at once
 ALONE, SINGLE, TOGETHER = 24, 3, 3  # requests of one token, streams alone, times STREAMS: clocks tick in 10 ms of CPU
 
@@ -43,17 +43,17 @@ class Costs:
     ttft_s: list[float] = field(default_factory=list)
 
     async def measure(
-        self, target: Target, prompts: PromptSource, rng: random.Random, used_s: Callable[[], float]
+        self, target: Target, prompts: PromptSource, rng: random.Random, used_s: Callable[[], float], longest: int
     ) -> None:
-        """Add a round. used_s: returns the CPU seconds so far."""
+        """Add a round. used_s: returns the CPU seconds so far. longest: tokens of a prompt and of an answer."""
 
         async def send(tokens: int) -> Record:
             record = Record(0, time.monotonic(), time.monotonic())
-            await target.send(PlannedRequest(rng.getrandbits(31), prompts.text(rng, PROMPT), tokens), record)
+            await target.send(PlannedRequest(rng.getrandbits(31), prompts.text(rng, longest), tokens), record)
             return record
 
         await send(1)
-        for streams, tokens, times in ((1, 1, ALONE), (1, TOKENS, SINGLE), (STREAMS, TOKENS, TOGETHER)):
+        for streams, tokens, times in ((1, 1, ALONE), (1, longest, SINGLE), (STREAMS, longest, TOGETHER)):
             before, records = used_s(), []
             for _ in range(times):
                 records += await asyncio.gather(*(send(tokens) for _ in range(streams)))
@@ -73,7 +73,7 @@ class Costs:
         return [max(0.0, costs.get(column, 0.0)) for column in range(3)]
 
 
-def measured(server: ServerUnderTest, prompts: PromptSource) -> dict[str, float]:
+def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int) -> dict[str, float]:
     """Return ``step_model.BESIDE`` of a replica on this machine, with a gateway in front of it; nothing of another.
 
     Raises TridentError.
@@ -96,7 +96,7 @@ def measured(server: ServerUnderTest, prompts: PromptSource) -> dict[str, float]
             try:
                 for _ in range(ROUNDS):
                     for costs, target in zip((direct, through), targets, strict=True):
-                        await costs.measure(target, prompts, rng, used_s)
+                        await costs.measure(target, prompts, rng, used_s, min(TOKENS, max_seq_len // 2))
             finally:
                 for target in targets:
                     await target.close()

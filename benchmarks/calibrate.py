@@ -47,6 +47,7 @@ MOST_CONTEXT = 4096  # tokens of all prompts of a trial: more would take longer 
 PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
+LEAST_SEQ_LEN = 64
 IN_SERVICE_S, PART = 12.0, 0.5  # of an open load, and of what the engine can do
 LEAST, MOST = 0.5, 2.0  # that it may change the designed steps by
 FIRST_TOKEN_S = 60.0
@@ -90,12 +91,13 @@ def design(engine: EngineManifest) -> list[Trial]:
     levels = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < engine.max_batch_size] + [engine.max_batch_size]
     if engine.draft_tokens:  # fewer are drafted for again
         levels = [n for n in levels if n > RESUME_UP_TO] or levels
-    trials = [Trial(n, SHORT, 0) for n in levels]
+    short, half = min(SHORT, engine.max_seq_len // 4), engine.max_seq_len // 2
+    trials = [Trial(n, short, 0) for n in levels]
     for n in levels:
-        longest = min(engine.max_seq_len // 2, MOST_CONTEXT // n, cache // (2 * n))
+        longest = min(half, MOST_CONTEXT // n, cache // (2 * n))
         if longest >= 4 * SHORT:
             trials.append(Trial(n, longest, 0))
-    most = min(engine.max_num_tokens, engine.max_seq_len // 2)
+    most = min(engine.max_num_tokens, half)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
     for n in (2 * UNDRAFTED_FROM if engine.draft_tokens else UNDRAFTED_FROM, 16, 32):
         # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
@@ -104,7 +106,7 @@ def design(engine: EngineManifest) -> list[Trial]:
     drafted: list[Trial] = []
     if most := engine.draft_tokens:  # the first sequence has the most, and those beside it a few (drafting.py)
         few = [n for n in (1, 2, UNDRAFTED_FROM) if n <= engine.max_batch_size]
-        drafted = [Trial(n, ANSWER, 0, step_draft_tokens(most, n)) for n in few]
+        drafted = [Trial(n, min(ANSWER, half), 0, step_draft_tokens(most, n)) for n in few]
     # These first: the beginnings of answers, of which little is accepted, are all that is drafted for in the others.
     return drafted + trials
 
@@ -112,6 +114,10 @@ def design(engine: EngineManifest) -> list[Trial]:
 def step_draft_tokens(most: int, sequences: int) -> int:
     """Return the draft tokens of a step of so many sequences. most: of one alone."""
     return sum(drafts_beside(most, others) for others in range(sequences))
+
+
+class NotTogether(EngineFailed):
+    """The streams of a trial had no step in common."""
 
 
 class Experiment:
@@ -128,6 +134,7 @@ class Experiment:
         self.drafted: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self._rng = random.Random(time.time_ns())  # no prompt may be in the prefix cache from an earlier run
         self._number = 0
+        self.left_out: set[Trial] = set()  # whose streams have to be longer than the engine allows
         self.outcomes = self._read()
 
     def _read(self) -> list[Outcome]:
@@ -156,7 +163,14 @@ class Experiment:
                     return
                 progress.show(f"round {round_ + 1} of {rounds}, trial {number} of {len(trials)}: {trial}")
                 measure = self._prefill if trial.prefill else self._draft if trial.draft_tokens else self._decode
-                outcome = await measure(trial)
+                try:
+                    outcome = await measure(trial)
+                except NotTogether as error:
+                    if self._engine.max_seq_len - trial.prompt >= 2 * ANSWER:
+                        raise
+                    print(f"  left out, as max_seq_len is {self._engine.max_seq_len}: {trial}: {error}")
+                    self.left_out.add(trial)
+                    continue
                 self.outcomes.append(outcome)
                 with self._path.open("a") as file:
                     file.write("\n" + json.dumps(self._key | asdict(outcome)))
@@ -178,7 +192,7 @@ class Experiment:
             records = await asyncio.gather(*sends)
             try:
                 points.append(decoding(records[: trial.sequences], records[trial.sequences :]))
-            except EngineFailed:  # the first one ended while prompts were still read
+            except NotTogether:  # the first one ended while prompts were still read
                 if tokens == room:
                     raise
                 tokens = min(room, 2 * tokens)
@@ -194,7 +208,7 @@ class Experiment:
         alone, began_s = trial.sequences == 1, time.monotonic()
         measured: list[tuple[Point, float, list[float]]] = []
         drafted: list[tuple[Point, float, list[float]]] = []
-        count, tokens = TEXTS if alone else PROBES, min(TEXT, self._engine.max_seq_len // 2) if alone else ANSWER
+        count, tokens = TEXTS if alone else PROBES, min(TEXT if alone else ANSWER, self._engine.max_seq_len // 2)
         while len(drafted) < count and len(measured) < count + RETRY_AFTER:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
                 break
@@ -271,7 +285,7 @@ def decoding(records: list[Record], others: list[Record] | None = None) -> tuple
     """Return the mean step of streams from the last one's first token to the first one's end, and how many times tokens
     were sent for each step. others: that have to end before it.
 
-    Raises EngineFailed: they had no time together.
+    Raises NotTogether.
     """
     begin_s, end_s = max(r.messages[0][0] for r in records), min(r.messages[-1][0] for r in records)
     begin_s = max([begin_s, *(other.ended_s for other in others or ())])
@@ -285,7 +299,7 @@ def decoding(records: list[Record], others: list[Record] | None = None) -> tuple
             messages += len(inside) - 1
         context += record.input_tokens + before + generated / 2
     if not tokens:
-        raise EngineFailed("the streams of a trial did not decode together; the replica may be busy with others")
+        raise NotTogether("the streams of a trial did not decode together; the replica may be busy with others")
     return Point(len(records), context, 0, spans_s / tokens), messages / tokens
 
 
@@ -469,6 +483,9 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     engine = manifests.load(folder)
     if engine.encoder is not None:
         raise InvalidArgument("engine", f"must generate tokens; {engine.name} is of kind {engine.kind}")
+    if engine.max_seq_len < LEAST_SEQ_LEN:
+        allowed = f"must have a max_seq_len of {LEAST_SEQ_LEN} at least to be measured"
+        raise InvalidArgument("engine", f"{allowed}; {engine.name} has {engine.max_seq_len}")
     digest = manifests.sha256_file(folder / manifests.FILE_NAME)
     _check_serves(server, engine.name, digest)
     if engine.draft_tokens and server.metrics_url is None:
@@ -480,24 +497,25 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
         metrics = scrape.fetch(server.metrics_url or "")
         return metrics.value(f"{DRAFTED}_steps_total"), metrics.value(f"{DRAFTED}_accepted_tokens_total")
 
-    async def measured() -> list[Outcome]:
+    async def measured() -> Experiment:
         target = EnsembleTarget(server.url)
         try:
             experiment = Experiment(engine, key, target, Prompts.for_engine(folder), kept)
             experiment.drafted = drafted
             await experiment.run(trials, rounds, time.monotonic() + seconds)
-            return experiment.outcomes
+            return experiment
         finally:
             await target.close()
 
-    outcomes = asyncio.run(measured())
+    experiment = asyncio.run(measured())
+    outcomes = experiment.outcomes
     if out is not None:
         report.write_json({"compared": compared(outcomes)}, out, "calibrate")
-    if left := len(set(trials) - {outcome.trial for outcome in outcomes}):
+    if left := len(set(trials) - experiment.left_out - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3
-    told = {"draft_tokens": engine.draft_tokens, **beside.measured(server, Prompts.for_engine(folder))}
-    model = fitted(outcomes, key | told)
+    costs = beside.measured(server, Prompts.for_engine(folder), engine.max_seq_len)
+    model = fitted(outcomes, key | costs | {"draft_tokens": engine.draft_tokens})
     print(described(model, outcomes))
 
     async def served() -> list[Record]:

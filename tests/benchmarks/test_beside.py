@@ -38,10 +38,10 @@ class Words:
 def test_requests_and_messages_are_told_apart():
     target, costs = Scripted(), Costs()
     for _ in range(2):
-        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: target.used_s))
+        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: target.used_s, beside.TOKENS))
     assert costs.solved() == pytest.approx(COSTS)
     assert costs.ttft_s == pytest.approx([0.02] * len(costs.ttft_s))
 
 
 def test_of_a_replica_elsewhere_nothing_is_known():
-    assert beside.measured(ServerUnderTest("10.255.255.1:8001"), Prompts()) == {}
+    assert beside.measured(ServerUnderTest("10.255.255.1:8001"), Prompts(), 1024) == {}

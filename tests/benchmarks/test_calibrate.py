@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks import calibrate
 from benchmarks.calibrate import Experiment, Outcome, Trial, compared
+from benchmarks.measurement import ServerUnderTest
 from benchmarks.record import Record
 from contract import step_model
-from contract.errors import EngineFailed
+from contract.errors import EngineFailed, InvalidArgument
 from contract.generation import Timings
 from contract.scheduling import RETRY_AFTER
 from contract.step_model import Point, StepModel
@@ -57,7 +58,8 @@ class Scripted:
 
 
 def test_the_design_stays_within_the_engines_limits():
-    for engine in (small(), small(1, 64, 128, None), small(300, 8192, 4096, 40_000), small(drafts=8)):
+    usual = small(), small(1, 64, 128, None), small(300, 8192, 4096, 40_000), small(drafts=8)
+    for engine in (*usual, small(32, 128, 64, drafts=4)):
         trials = calibrate.design(engine)
         assert len(trials) == len(set(trials)) and any(trial.prefill for trial in trials)
         assert {trial.sequences for trial in trials if not trial.prefill} >= {1, engine.max_batch_size}
@@ -98,6 +100,36 @@ def test_prompts_beside_streams_are_measured_and_the_streams_are_ended(tmp_path:
     one = Experiment(small(), KEY, target, Words(), tmp_path / "points")
     asyncio.run(one.run([Trial(4, 16, 60)], 1, time.monotonic() + 60))
     assert one.outcomes[0].point.sequences == 4 and one.outcomes[0].request_s is None
+
+
+def test_what_an_engine_is_too_short_for_is_left_out_and_a_busy_one_fails(tmp_path: Path, monkeypatch, capsys):
+    """Streams of one of two requests begin when the other's have ended."""
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
+
+    class InTurns(Scripted):
+        async def send(self, request, record):
+            await super().send(request, record)
+            late_s = 100.0 * (len(self.requests) % 2)
+            record.messages = [(at_s + late_s, tokens) for at_s, tokens in record.messages]
+
+    for engine, left_out in ((small(longest=64), {Trial(2, 16, 0)}), (small(longest=512), None)):
+        one = Experiment(engine, KEY, InTurns(SOME), Words(), tmp_path / f"{engine.max_seq_len}")
+        work = one.run([Trial(2, 16, 0), Trial(1, 16, 0)], 1, time.monotonic() + 60)
+        if left_out is None:
+            with pytest.raises(calibrate.NotTogether, match="may be busy"):
+                asyncio.run(work)
+            continue
+        asyncio.run(work)
+        assert one.left_out == left_out and [outcome.trial for outcome in one.outcomes] == [Trial(1, 16, 0)]
+        assert "left out, as max_seq_len is 64: Trial(sequences=2" in capsys.readouterr().out
+
+
+def test_an_engine_of_too_few_positions_is_refused(tmp_path: Path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    small(longest=48).save(folder)
+    with pytest.raises(InvalidArgument, match="engine: must have a max_seq_len of 64 at least .*; tiny has 48"):
+        calibrate.run(ServerUnderTest("127.0.0.1:1", None, folder), 1, 1.0, None)
 
 
 def test_a_server_without_timings_cannot_be_calibrated(tmp_path: Path):
