@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # more of them (--hypothesis-profile=search).
 _ANY_PACE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
 settings.register_profile("search", max_examples=200, **_ANY_PACE)
-settings.register_profile("trident", max_examples=30, derandomize=True, **_ANY_PACE)
+settings.register_profile("trident", max_examples=20, derandomize=True, **_ANY_PACE)
 settings.load_profile("trident")
 
 

@@ -12,9 +12,11 @@ changed while the fleet runs belongs into the file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 from cluster.scaling.law import decide
@@ -51,8 +53,8 @@ class TokensPolicy:
         self._readings = 0
         self._decided: tuple[int, int, dict[str, Any]] = (-1, 0, {})  # at which reading, what, the state
         self._failed = False
-        watch = self._reader.watch(self._read, interval_s)
-        threading.Thread(target=asyncio.run, args=(watch,), name="scaling-reader", daemon=True).start()
+        follow = (self._reader, weakref.proxy(self), interval_s)
+        threading.Thread(target=_follow, args=follow, name="scaling-reader", daemon=True).start()
 
     def _read(self) -> None:
         self._rules.refresh()
@@ -80,3 +82,9 @@ class TokensPolicy:
             self._decided = self._readings, decision.wanted, decision.state
         _, wanted, own = self._decided
         return wanted, {**state, KEY: own}
+
+
+def _follow(reader: Reader, policy: TokensPolicy, interval_s: float) -> None:
+    """Read the pages while the policy lives: for other arguments Serve makes another, in the same process."""
+    with contextlib.suppress(ReferenceError):
+        asyncio.run(reader.watch(lambda: policy._read(), interval_s))

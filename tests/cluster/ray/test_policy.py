@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +32,7 @@ def served():
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.text, server.url = page(queued=1e6, speed=100), f"http://127.0.0.1:{server.server_port}/metrics"
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
@@ -87,6 +87,15 @@ def test_a_changed_file_holds_without_a_new_policy(served, tmp_path):
     eventually(policy, 1, 3)
     path.write_text("[pools.main]\nmax_replicas = 5 # more\n")
     eventually(policy, 1, 5)
+
+
+def test_the_reading_ends_with_the_policy(served):
+    before = set(threading.enumerate())
+    policy = TokensPolicy([served.url], interval_s=0.01)
+    [reading] = [one for one in set(threading.enumerate()) - before if one.name == "scaling-reader"]
+    del policy
+    reading.join(60)
+    assert not reading.is_alive()
 
 
 def test_wrong_arguments_are_told_when_it_is_made():

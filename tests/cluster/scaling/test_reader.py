@@ -155,7 +155,7 @@ async def test_a_page_that_fails_makes_the_sum_incomplete_and_then_unknown(
     monkeypatch.setattr("cluster.scaling.reader.time", SimpleNamespace(monotonic=clock))
     pages.texts = {"1": page(), "2": page()}
     reader = pages.reader("1", "2", stale_s=15.0)
-    async with session() as http:
+    async with session(0.5 if broken is None else 60.0) as http:
         await reader.read(http)
         pages.texts["2"] = broken
         await reader.read(http)

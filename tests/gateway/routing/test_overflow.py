@@ -223,7 +223,9 @@ async def test_an_upstream_that_keeps_failing_is_left_alone_and_tried_again():
 @pytest.mark.parametrize("replicas", ["alive", "dead"])
 async def test_a_hung_upstreams_breaker_opens(replicas: str):
     async with upstream(hangs=True) as there, FakeReplica() as replica:
-        config, more = elsewhere(there), {"breaker_failures": 3, "breaker_open_s": 60.0, "idle_timeout_s": 0.5}
+        config, more = elsewhere(there), {"breaker_failures": 3, "breaker_open_s": 60.0, "first_token_timeout_s": 0.5}
+        if replicas == "dead":  # nowhere else to go
+            more["idle_timeout_s"] = 0.5
         async with gateway(replica, config=config, environ={"UPSTREAM": ""}, **more) as running:
             held = await pressed(running, replica) if replicas == "alive" else None
             if held is None:

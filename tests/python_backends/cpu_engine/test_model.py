@@ -289,11 +289,11 @@ def test_too_many_requests_are_refused_at_once_and_retryably(triton_types, held,
             assert len(ids(answers(sender))) == 250
 
 
-def test_500_requests_from_many_threads_all_end(send, answers):
+def test_200_requests_from_many_threads_all_end(send, answers):
     done = []
 
     def client(number):
-        for _ in range(25):
+        for _ in range(10):
             sender = send(request_id=str(number), streaming=number % 2 == 0, request_output_len=1 + number // 4)
             assert sender.final.wait(60)
             done.append(sender.responses[-1])
@@ -303,7 +303,7 @@ def test_500_requests_from_many_threads_all_end(send, answers):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(done) == 500 and None not in done
+    assert len(done) == 200 and None not in done
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def verdicts(groups):
             yield ("right" if held == case["valid"] else "wrong" if held else "narrow"), group, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_no_published_case_is_wrong(file):
     found = verdicts(group for group in SUITE if group["file"] == file)
