@@ -47,11 +47,11 @@ def wait_for_rest(pid: int) -> None:
     """Wait until engine workers below process ``pid`` want no core: one that drafts loads its second pipeline late."""
     for one in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, OSError):
-            while processes.role(one.cmdline()) == "engine worker" and _wanted(one.pid) > IDLE_SHARE:
+            while processes.role(one.cmdline()) == "engine worker" and _busy(one.pid) > IDLE_SHARE:
                 pass
 
 
-def _wanted(pid: int) -> float:
+def _busy(pid: int) -> float:
     """Return the share of the next moment in which a process ran or waited for a core. Raises OSError: it ended."""
     before_s = processes.cpu_s(pid) + processes.waited_s(pid)
     time.sleep(IDLE_S)

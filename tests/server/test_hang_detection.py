@@ -17,7 +17,7 @@ from server.settings import ROOT
 from server.stubs import Stub
 
 TIMEOUT_S = 60.0
-STALL_S = 1.5
+STALL_S = 3.0  # more than the 1.5 s that one look adds at most after a pause of the watcher
 STUB = """
 import os, sys, time
 from python_backends.heartbeat import Heartbeat
