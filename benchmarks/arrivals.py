@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.lengths import read_text
+from benchmarks import lengths
 from contract.errors import InvalidArgument
 
 MOST = 1e6  # requests per second, and in a burst
@@ -180,7 +180,7 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
 
     Raises InvalidArgument for ``arrivals``.
     """
-    text, rows = read_text(path, "arrivals"), []
+    text, rows = lengths.read_text(path, "arrivals"), []
     try:
         if path.suffix == ".csv":
             tables = list(csv.DictReader(text.splitlines()))
@@ -203,7 +203,7 @@ def _whole(table: dict, name: str) -> int | None:
     value = table.get(name)
     if value in (None, ""):
         return None
-    if float(value) != int(value) or int(value) < 1:
+    if float(value) != int(value) or not 1 <= int(value) <= lengths.MOST:
         raise ValueError(f"{name} is {value}")
     return int(value)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from contract.errors import InvalidArgument
 
+MOST, MOST_SIGMA = 1_000_000, 10.0
 FORMS = "N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE"
 
 
@@ -38,7 +39,7 @@ class LogNormal:
 
     median: float
     sigma: float
-    most: int = 1_000_000
+    most: int = MOST
 
     def draw(self, rng: random.Random) -> int:
         return min(self.most, max(1, round(rng.lognormvariate(math.log(self.median), self.sigma))))
@@ -64,16 +65,17 @@ class Histogram:
 def parse(text: str, field: str) -> Lengths:
     """Parse the command line's form. Raises InvalidArgument for ``field``."""
     kind, _, rest = text.partition(":")
-    if kind.isdecimal() and not rest and int(kind) >= 1:
+    if kind.isdecimal() and not rest and len(kind) <= 9 and 1 <= int(kind) <= MOST:
         return Fixed(int(kind))
     if kind == "lognormal":
         numbers = _numbers(rest) or []
-        median, sigma, most = (*numbers, LogNormal.most)[:3] if len(numbers) in (2, 3) else (0, 0, 0)
-        if median >= 1 and sigma >= 0 and most >= 1:
+        median, sigma, most = (*numbers, MOST)[:3] if len(numbers) in (2, 3) else (0, 0, 0)
+        if 1 <= median <= MOST and 0 <= sigma <= MOST_SIGMA and 1 <= most <= MOST:
             return LogNormal(median, sigma, int(most))
     if kind == "histogram" and rest:
         return read_histogram(Path(rest), field)
-    raise InvalidArgument(field, f"must be {FORMS}, with lengths in tokens from 1, got {text!r}")
+    bounds = f"lengths from 1 to {MOST:,}, SIGMA from 0 to {MOST_SIGMA:g}"
+    raise InvalidArgument(field, f"must be {FORMS}, {bounds}, got {text!r}")
 
 
 def read_histogram(path: Path, field: str) -> Histogram:
@@ -111,9 +113,10 @@ def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histog
     """Return a histogram. Raises ValueError if nothing can be drawn from it."""
     if len(lengths) != len(counts) or not lengths:
         raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
-    whole = all(isinstance(n, int) and n >= 1 for n in lengths)
+    whole = all(isinstance(n, int) and 1 <= n <= MOST for n in lengths)
     if not whole or not all(c >= 0 for c in counts) or not 0 < sum(counts) < math.inf:
-        raise ValueError("lengths must be whole numbers from 1; counts must be finite, not negative and not all 0")
+        allowed = f"lengths must be whole numbers from 1 to {MOST:,}"
+        raise ValueError(f"{allowed}; counts must be finite, not negative and not all 0")
     return Histogram(tuple(lengths), tuple(float(count) for count in counts))
 
 

@@ -102,6 +102,7 @@ def run(names: Sequence[str], plan: Plan, out: Path, also: Sequence[str] = ()) -
     """
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
+    plan.workload(1, 0)  # raises for wrong lengths, before servers are installed
     comparison = Comparison(plan)
     running: list[Running] = []
     try:

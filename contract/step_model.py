@@ -29,6 +29,7 @@ MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
 # Positions in an answer from which each number of a text's acceptance holds: most texts begin to repeat themselves.
 STRETCHES = 0, 8, 16, 32, 64
 TYPICAL_ANSWER = 64  # tokens
+MOST_DRAFT_TOKENS = 1024
 FEW = 8  # sequences beyond the first ones share what a step reads of the weights
 # Tokens of all streams are sent together, once in a window. The engine's own follows what a response costs
 # (python_backends/cpu_engine/coalescing_window.py); this one, by the streams alone, stands for it.
@@ -121,6 +122,9 @@ class StepModel:
         for name in _NUMBERS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgument(name, f"must be a finite number from 0, got {getattr(self, name)!r}")
+        if not (isinstance(self.draft_tokens, int) and self.draft_tokens <= MOST_DRAFT_TOKENS):
+            allowed = f"a whole number from 0 to {MOST_DRAFT_TOKENS}"
+            raise InvalidArgument("draft_tokens", f"must be {allowed}, got {self.draft_tokens!r}")
         for text in self.acceptance:
             if not (1 <= len(text) <= len(STRETCHES) and all(0 <= part <= 1 for part in text)):
                 allowed = f"1 to {len(STRETCHES)} numbers from 0 to 1 for each text"

@@ -71,12 +71,14 @@ class Pool(BaseModel):
         engine, step = table.get("engine", ""), table.get("step")
         if bool(engine) == (step is not None):
             raise ValueError("step: must be set if engine is not, else left out")
+        if not engine and not isinstance(step, Mapping):
+            raise ValueError(f"step: must be a table of a step model's terms, got {step!r}")
         try:
             if not engine:
-                terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **dict(step or ())}
+                terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **step}
                 return table | {"step": StepModel.from_json(_GIVEN | terms)}
             own = dict(vars(Replica.of_engine(ENGINES / engine)))
-        except (TridentError, TypeError) as exc:
+        except TridentError as exc:
             raise ValueError(f"{'engine' if engine else 'step'}: must be measured or given: {exc}") from exc
         own["prefill_chunk"] = own.pop("chunk_tokens")
         return {name: own[name] for name in own if name in cls.model_fields} | table | {"step": own["step"]}
@@ -129,7 +131,7 @@ class Persona(BaseModel):
 
     model_config = ConfigDict(**_TABLE, populate_by_name=True)
     arrivals: Any = None  # benchmarks.arrivals.Arrivals
-    users: _CountOrZero = 0
+    users: Annotated[int, Field(ge=0, le=100_000)] = 0
     think_s: _Seconds = 10.0
     input: Any = lengths.Fixed(128)
     output: Any = lengths.Fixed(64)

@@ -41,7 +41,16 @@ def test_every_form_is_understood(tmp_path: Path):
 @pytest.mark.parametrize(
     "text",
     ["", "0", "-5", "1.5", "lognormal:", "lognormal:5", "lognormal:5,-1", "lognormal:nan,1", "normal:3,4"]
-    + ["lognormal:10,1,0.5", "lognormal:10,1,-1", "lognormal:10,1,20,5"],
+    + [
+        "1000001",
+        "9" * 5000,
+        "lognormal:5,1e9",
+        "lognormal:1e9,1",
+        "lognormal:5,1,1e9",
+        "lognormal:10,1,0.5",
+        "lognormal:10,1,-1",
+        "lognormal:10,1,20,5",
+    ],
 )
 def test_what_is_no_length_is_refused_by_the_field_s_name(text):
     with pytest.raises(InvalidArgument, match="^output: must be N, lognormal:"):

@@ -1,6 +1,7 @@
 """Fake peers: two small OpenAI-compatible servers, one that ends and one that never answers."""
 
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
@@ -158,6 +159,8 @@ def test_prompts_depend_on_the_round_and_the_level_alone(subject):
 def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
     with pytest.raises(InvalidArgument, match="only: must be of trident, trident-openai, vllm.*, got 'nobody'"):
         peers.run(["nobody"], plan(subject), tmp_path)
+    with pytest.raises(InvalidArgument, match="input: must be N, lognormal"):
+        peers.run(["trident"], dataclasses.replace(plan(subject), input="x"), tmp_path)
     with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m or a folder .*, got 'huge'"):
         peer_servers.subject("huge")
 

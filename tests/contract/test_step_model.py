@@ -123,6 +123,9 @@ def test_acceptance_is_given_where_the_engine_drafts_and_nowhere_else():
     assert 1 < drafting.tokens_per_step < 2 and SOME.tokens_per_step == 1
     with pytest.raises(InvalidArgument, match=r"pools.a: must be left out: the engine does not draft, got \[\[0.5\]\]"):
         SOME.of_texts(((0.5,),), "pools.a")
+    for drafts in (2.5, 10**9):
+        with pytest.raises(InvalidArgument, match="draft_tokens: must be a whole number from 0 to 1024, got"):
+            dataclasses.replace(SOME, draft_tokens=drafts, acceptance=((0.5,),))
     with pytest.raises(InvalidArgument, match=r"acceptance: must be given, got \[\]"):
         dataclasses.replace(SOME, draft_tokens=8).of_texts((), "acceptance")
 
