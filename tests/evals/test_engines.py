@@ -26,7 +26,7 @@ TASKS = ("--tasks", "prose,python,schema")  # what the demo can do: it has read 
 
 def run(folder: Path, *arguments: object) -> int:
     environ = {**os.environ, "TRIDENT_ENGINES_DIR": str(folder)}
-    return subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=ROOT, env=environ, timeout=150).returncode
+    return subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=ROOT, env=environ, timeout=600).returncode
 
 
 @pytest.fixture(scope="module")
