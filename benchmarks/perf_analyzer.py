@@ -113,14 +113,16 @@ def inputs(texts: Sequence[str], tokens: int, stream: bool) -> dict[str, object]
 def read(folder: Path) -> Found:
     """Return the figures of perf_analyzer's CSV, and the TTFT of its profile: that of the first response.
 
-    It leaves some profiles empty (32 streams of 2.51.0), without saying so.
+    It leaves some profiles empty (32 streams of 2.51.0) or cut off, without saying so.
     """
     with (folder / RESULT).open(newline="") as file:
         row = next(csv.DictReader(file))
     rates = {"requests/s": row["Inferences/Second"], "responses/s": row.get("Response Throughput") or "nan"}
     latencies = {f"latency p{q}, ms": float(row[f"p{q} latency"]) / 1e3 for q in (50, 95, 99)}
-    profile = (folder / PROFILE).read_text()
-    sent = json.loads(profile)["experiments"][0]["requests"] if profile else []
+    try:
+        sent = json.loads((folder / PROFILE).read_text())["experiments"][0]["requests"]
+    except json.JSONDecodeError:
+        sent = []
     firsts_ms = [(one["response_timestamps"][0] - one["timestamp"]) / 1e6 for one in sent if one["response_timestamps"]]
     ttft = {"TTFT p50, ms": statistics.median(firsts_ms)} if firsts_ms else {}
     return {name: float(value) for name, value in rates.items()} | ttft | latencies

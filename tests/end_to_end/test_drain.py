@@ -18,7 +18,7 @@ from contract.generation import FinishReason, GenerationRequest, SamplingParams
 from server.replica import running
 from tests.end_to_end.watching import halted
 
-LONG = GenerationRequest("def f(", max_tokens=900, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
+LONG = GenerationRequest("def f(", max_tokens=300, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
 
 
 class Answer:
@@ -37,7 +37,7 @@ class Answer:
                 self.begun.set()
 
     def wait(self) -> None:
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
 
 
@@ -57,7 +57,7 @@ def status_of(url: str) -> int:
 
 
 def test_a_draining_server_says_so_to_every_new_caller_and_ends_what_it_has(engine_dir: Path) -> None:
-    with running("demo", canary_interval_s=3600, drain_s=60.0) as replica:
+    with running("demo", canary_interval_s=3600, drain_s=600.0) as replica:
         answers = [Answer(replica.grpc_url) for _ in range(8)]
         assert all(answer.begun.wait(60) for answer in answers)
         with halted(replica):  # until all is asked, nothing ends
@@ -80,5 +80,5 @@ def test_a_draining_server_says_so_to_every_new_caller_and_ends_what_it_has(engi
             answer.wait()
             assert answer.deltas[-1].finish_reason is FinishReason.LENGTH
             assert sum(len(delta.token_ids) for delta in answer.deltas) == LONG.max_tokens
-        assert replica.process.wait(60) == 0
+        assert replica.process.wait(600) == 0
     assert not replica.settings.drain_file.exists()

@@ -120,7 +120,8 @@ async def test_what_a_dead_gateway_held_is_free_when_its_lease_ends(redis_socket
 
 
 @pytest.mark.slow
-async def test_while_redis_is_away_each_gateway_keeps_its_share_and_no_request_hangs(tmp_path: Path):
+async def test_while_redis_is_away_each_gateway_keeps_its_share_and_no_request_hangs(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(shared_state, "TIMEOUT_S", 0.25)
     path = tmp_path / "s"
     server = start(path)
     try:
