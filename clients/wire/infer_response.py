@@ -4,7 +4,8 @@ The generated protobuf classes take twice as long. A streamed response is
 ``ModelStreamInferResponse{1: error_message, 2: ModelInferResponse{1: model, 2: version, 3: id, 4: parameters,
 5: outputs, 6: raw contents}}``. The names, fields 1 to 3, are equal for all responses of a stream; what stands between
 them and the raw contents, the header, is one of a few variants for all streams. Headers that were parsed once are
-remembered, and then the raw contents alone are read. The tests hold it to tritonclient's own protobufs.
+remembered, and then the raw contents alone are read: those of a response that goes on all at once, by a layout that is
+remembered for their sizes. The tests hold it to tritonclient's own protobufs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from clients.wire.infer_request import STRUCT_CODES
 from clients.wire.protobuf import WireError, fields, read_varint, varint
@@ -22,7 +24,7 @@ from contract.generation import FinishReason, Timings, TokenDelta, Usage
 _INFER_RESPONSE_TAG = 0x12  # field 2, length-delimited
 _NAME_TAGS = b"\x0a\x12\x1a"  # fields 1 to 3, length-delimited
 _RAW_CONTENTS_TAG = 0x32  # field 6, length-delimited
-_HEADERS_REMEMBERED = 256
+_HEADERS_REMEMBERED, _LAYOUTS_REMEMBERED = 256, 1024  # layouts of each header
 _SLOTS = {
     name: slot
     for slot, name in enumerate(
@@ -34,6 +36,7 @@ _SLOTS = {
 }
 _FRACTIONS = ("output_log_probs", "top_log_probs")
 _NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), (), (), b"")
+_TEXT, _IDS, _LOG_PROBS = _SLOTS["text_output"], _SLOTS["output_ids"], _SLOTS["output_log_probs"]
 _REASON, _INPUTS, _PACKED = _SLOTS["finish_reason"], _SLOTS["num_input_tokens"], _SLOTS[packed_delta.OUTPUT]
 _REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -50,17 +53,34 @@ class _Output(NamedTuple):
     unpack_one: Callable[[bytes, int], tuple] | None  # of one number; None for text
 
 
+class _Layout(NamedTuple):
+    """Where the raw contents are, up to an empty finish_reason, of responses with the same sizes of them.
+
+    unpack: reads them all. sizes: picks the tags and sizes among what was read, which must be ``expected``; the other
+    fields tell where the values are.
+    """
+
+    unpack: Callable[[bytes, int], tuple]
+    sizes: Callable[[tuple], Any]
+    expected: tuple[bytes, ...]
+    text: slice
+    ids: slice
+    log_probs: slice
+
+
 class _Header(NamedTuple):
     """The parsed bytes between the names and the raw contents.
 
     data: these bytes and the tag of the first raw content, so that no header is the beginning of another.
     stops: the outputs behind an empty finish_reason need not be read, because they matter at the end only.
+    layouts: by the first raw content's size and that of all; None where the outputs are to be read one by one.
     """
 
     data: bytes
     outputs: tuple[_Output, ...]
     final: bool
     stops: bool
+    layouts: dict[tuple[int, int], _Layout | None]
 
 
 class _Headers:
@@ -92,21 +112,36 @@ class ResponseDecoder:
 
     def __init__(self) -> None:
         self._begin = _UNKNOWN  # names and header of the latest response, and its parsed form
+        self._raws_at = 0  # behind the beginning of ``_begin``
         self._header: _Header | None = None
 
     def decode(self, data: bytes) -> tuple[TokenDelta | None, bool, str]:
         """(what the response adds or None if it has no outputs, whether it is the last, error message or "")."""
         try:
             if data and data[0] == _INFER_RESPONSE_TAG:
-                size, at = read_varint(data, 1)
-                if at + size == len(data):
+                size, at, end = data[1], 2, len(data)
+                if size > 0x7F:
+                    size, at = (size & 0x7F) + (data[2] << 7), 3
+                    if data[2] > 0x7F:
+                        size, at = read_varint(data, 1)
+                if at + size == end:
                     if not data.startswith(self._begin, at):
                         self._look_up(data, at)
                     header = self._header
                     if header is not None:
-                        at += len(self._begin) - 1
+                        at += self._raws_at
+                        key = data[at + 1], end - at
+                        layout = header.layouts.get(key)
+                        if layout is not None:
+                            read = layout.unpack(data, at)
+                            if layout.sizes(read) == layout.expected:
+                                text = read[layout.text]
+                                ids, log_probs = read[layout.ids], read[layout.log_probs]
+                                return TokenDelta(text[0].decode() if text else "", ids, log_probs), header.final, ""
                         values = _read_raws(data, at, header.outputs, header.stops)
                         if values is not None:
+                            if header.stops and key not in header.layouts and len(header.layouts) < _LAYOUTS_REMEMBERED:
+                                header.layouts[key] = _layout(data, at, header.outputs)
                             return _delta(values), header.final, ""
             return self._decode_whole(data)
         except WireError:
@@ -118,6 +153,7 @@ class ResponseDecoder:
         names_end = _names_end(data, at)
         self._header = header = _HEADERS.at(data, names_end)
         self._begin = data[at : names_end + len(header.data)] if header is not None else _UNKNOWN
+        self._raws_at = len(self._begin) - 1
 
     def _decode_whole(self, data: bytes) -> tuple[TokenDelta | None, bool, str]:
         error, body = "", b""
@@ -147,7 +183,7 @@ class ResponseDecoder:
             # What belongs to the end of an answer stands behind its reason, all of it, and nothing else does.
             ordered = all((slot > _REASON) == (at > end) for at, slot in enumerate(slots) if slot >= 0)
             stops = end < len(slots) and ordered
-            _HEADERS.remember(_Header(header, tuple(outputs), final, stops))
+            _HEADERS.remember(_Header(header, tuple(outputs), final, stops, {}))
         if len(raws) < len(outputs):  # Triton never puts contents into the tensor itself
             raise WireError(f"{len(outputs)} outputs, and contents for {len(raws)} of them")
         values = list(_NOTHING)
@@ -188,6 +224,35 @@ def _read_raws(data: bytes, at: int, outputs: Sequence[_Output], stops: bool = F
             values[slot] = _value(code, width, data, at, size)
         at += size
     return values if at == end else None
+
+
+def _layout(data: bytes, at: int, outputs: Sequence[_Output]) -> _Layout | None:
+    """The layout of the raw contents that begin at ``at``; None where they end the answer or need more than it has."""
+    form, count, sizes, expected = "<", 0, [], []  # count: of what is read
+    found = {_TEXT: slice(0), _IDS: slice(0), _LOG_PROBS: slice(0)}
+    for slot, code, width, _ in outputs:
+        size, mark = data[at + 1], data[at : at + 2]
+        sizes.append(count)
+        if slot == _REASON:
+            if size != width:
+                return None
+            expected.append(mark + bytes(width))
+            unpack = struct.Struct(f"{form}{2 + width}s").unpack_from
+            return _Layout(unpack, itemgetter(*sizes), tuple(expected), *found.values()) if len(sizes) > 1 else None
+        if size > 0x7F or (size and slot >= 0 and slot not in found):
+            return None
+        elements, values = 0, f"{size}x"
+        if slot == _TEXT and size:
+            elements, values = 1, f"{size - 4}s"
+            mark += (size - 4).to_bytes(4, "little")
+        elif slot in found and size:
+            elements = size // width
+            values = f"{elements}{code}"
+        if slot in found:
+            found[slot] = slice(count + 1, count + 1 + elements)
+        expected.append(mark)
+        form, count, at = f"{form}{len(mark)}s{values}", count + 1 + elements, at + 2 + size
+    return None
 
 
 def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | bytes | tuple:

@@ -140,6 +140,33 @@ def test_what_one_stream_has_taught_is_known_to_all(monkeypatch) -> None:
             assert delta.finish_reason == (FinishReason.STOP if reason else None)
 
 
+@given(texts=st.lists(st.text(max_size=9), min_size=1, max_size=9), ids=st.lists(INT32, max_size=4), data=st.data())
+def test_a_known_layout_reads_what_the_outputs_one_by_one_say(texts, ids, data) -> None:
+    names = data.draw(st.permutations(["text_output", "output_ids", "unknown", "output_log_probs", "top_log_probs"]))
+    values = {"output_ids": ids, "unknown": [0.5], "output_log_probs": [-0.5] * len(ids), "top_log_probs": []}
+    values = {name: values.get(name, []) for name in names} | {"finish_reason": [""]}
+    decoder = infer_response.ResponseDecoder()
+    for text in texts:
+        values["text_output"] = [text]
+        found = [decoder.decode(response(values)) for _ in range(3)]
+        assert found == [(TokenDelta(text, tuple(ids), (-0.5,) * len(ids)), False, "")] * 3
+    # Of the same sizes in all, but in other outputs, or an end.
+    values |= {"output_ids": [*ids, 7], "unknown": [], "output_log_probs": [-0.5] * len(ids)}
+    assert decoder.decode(response(values))[0] == TokenDelta(text, (*ids, 7), (-0.5,) * len(ids))
+    ended, _, _ = decoder.decode(response(values | {"finish_reason": ["stop"]}))
+    assert (ended.text, ended.finish_reason) == (text, FinishReason.STOP)
+
+
+def test_the_outputs_of_a_known_layout_are_not_read_one_by_one(monkeypatch) -> None:
+    decoder, values = infer_response.ResponseDecoder(), {name: [] for name in OUTPUTS}
+    values |= {"finish_reason": [""], "cum_log_probs": [0.5], "num_output_tokens": [1]}
+    for text in ("ab", "cd", "ef"):
+        found, _, _ = decoder.decode(response(values | {"text_output": [text], "output_ids": [ord(text[0])]}))
+        assert found == TokenDelta(text, (ord(text[0]),))
+        if text == "cd":
+            monkeypatch.delattr(infer_response, "_read_raws")
+
+
 def test_a_header_that_begins_with_another_is_known_as_well(monkeypatch) -> None:
     short, decoder = {"text_output": ["a"], "output_ids": [5]}, infer_response.ResponseDecoder()
     both = (response(short), response({**short, "output_log_probs": [-0.5]}))
