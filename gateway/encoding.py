@@ -76,7 +76,7 @@ class Encoding:
         error: BaseException | None = None
         tokens, more = 0, {}
         try:
-            with self._live.admitting():
+            with self._live.admitting:
                 count = await self._count(rows, key)
                 tokens_needed, charge = (count.tokens, count.least), context.charge()
                 permit = await self._admission.admit_input(*tokens_needed, context.tenant, pool, timeout_s, charge)

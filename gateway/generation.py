@@ -376,8 +376,8 @@ class Generation:
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
         if self._route is not None:
-            self._route.made_tokens(tokens)
-            self._engine = self._engine or self._route.engine
+            engine = self._route.made_tokens(tokens)
+            self._engine = self._engine or engine
         self._continuation.observe(delta)
         if not self.first_s and (tokens or delta.finish_reason):
             self.first_s, self._first_tokens = time.monotonic(), tokens

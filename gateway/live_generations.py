@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 from typing import Protocol
 
 from prometheus_client import Gauge
@@ -31,8 +30,8 @@ class LiveGenerations:
     def __init__(self, watchdog: Watchdog, in_flight: Gauge) -> None:
         self._watchdog, self._in_flight = watchdog, in_flight
         self._generations: set[LiveGeneration] = set()
-        self._admitting = 0
-        self._idle = asyncio.Event()
+        self.admitting = Admitting(self)
+        self._ended = asyncio.Event()  # set while draining when something has ended
         self.draining = self._cut_off = False
 
     def __len__(self) -> int:
@@ -47,18 +46,12 @@ class LiveGenerations:
         self._watchdog.discard(generation)
         self._in_flight.dec()
         self._generations.discard(generation)
-        self._update_idle()
+        self.update()
 
-    @contextlib.contextmanager
-    def admitting(self) -> Iterator[None]:
-        """Keep the drain waiting while a request is in admission. Raises Unavailable while draining."""
-        self.check_open()
-        self._admitting += 1
-        try:
-            yield
-        finally:
-            self._admitting -= 1
-            self._update_idle()
+    def update(self) -> None:
+        """Let the drain look again."""
+        if self.draining:
+            self._ended.set()
 
     def check_open(self) -> None:
         """Raises Unavailable while draining."""
@@ -73,9 +66,8 @@ class LiveGenerations:
     async def drain(self, timeout_s: float) -> int:
         """Admit nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
         self.draining = True
-        self._update_idle()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self._idle(), timeout_s)
         except asyncio.TimeoutError:
             self._cut_off = True
             remaining = tuple(self._generations)
@@ -84,8 +76,27 @@ class LiveGenerations:
             return len(remaining)
         return 0
 
-    def _update_idle(self) -> None:
-        if not self._generations and not self._admitting:
-            self._idle.set()
-        else:
-            self._idle.clear()
+    async def _idle(self) -> None:
+        while self._generations or self.admitting.count:
+            self._ended.clear()
+            await self._ended.wait()
+
+
+class Admitting:
+    """A context manager that keeps the drain waiting while a request is in admission; ``count`` of them are.
+
+    Entering it raises Unavailable while draining.
+    """
+
+    def __init__(self, live: LiveGenerations) -> None:
+        self._live, self.count = live, 0
+
+    def __enter__(self) -> None:
+        self._live.check_open()
+        self.count += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.count -= 1
+        self._live.update()

@@ -461,17 +461,23 @@ class Service:
     async def admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
         """Return the permit of one caller's requests. Raises as ``choices``."""
         tenant, accepts = context.tenant, self.fallback.accepts(context)
-        with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
-            targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
-            elsewhere = targets is not None or self.configuration.policy.degradation is not None
-            down = elsewhere and not self.replicas.serves(tenant.pool)
-            more = (down, context.caller, targets, tokens, context.charge())
-            permit = await self.admission.admit(requests, tenant, accepts, *more)
-            try:
-                self.live.check_not_cut_off()
-            except TridentError:
-                permit.settle(None)
-                raise
+        metrics, began_s = self.metrics, time.monotonic()
+        metrics.waiting.inc()
+        try:
+            with self.live.admitting:
+                targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
+                elsewhere = targets is not None or self.configuration.policy.degradation is not None
+                down = elsewhere and not self.replicas.serves(tenant.pool)
+                more = (down, context.caller, targets, tokens, context.charge())
+                permit = await self.admission.admit(requests, tenant, accepts, *more)
+                try:
+                    self.live.check_not_cut_off()
+                except TridentError:
+                    permit.settle(None)
+                    raise
+        finally:
+            metrics.waiting.dec()
+            metrics.queue.observe(time.monotonic() - began_s)
         permit.headers.update(self.context_headers(context))
         return permit
 

@@ -670,20 +670,18 @@ class Route:
         return replicas.has_other(self._pinned, self.group)
 
     @property
-    def engine(self) -> str:
-        """The hash of the latest replica's engine; "" if unknown."""
-        return self._latest.metrics.engine if self._latest is not None else ""
-
-    @property
     def progress_s(self) -> float:
         """When the latest replica last generated a token; 0 if never."""
         return self._latest.progress_s if self._latest is not None else 0.0
 
-    def made_tokens(self, count: int) -> None:
-        """Take note of tokens of this request from the latest replica."""
-        if self._latest is not None:
-            self._latest.tokens += count
-            self._latest.progress_s = time.monotonic()
+    def made_tokens(self, count: int) -> str:
+        """Take note of tokens of this request from the latest replica. Return its engine's hash; "" if unknown."""
+        latest = self._latest
+        if latest is None:
+            return ""
+        latest.tokens += count
+        latest.progress_s = time.monotonic()
+        return latest.metrics.engine
 
     def read_usage(self, usage: Usage) -> None:
         """Learn from what the latest replica reports as cached."""

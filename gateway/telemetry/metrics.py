@@ -7,12 +7,13 @@ import time
 from functools import lru_cache, partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from contract.errors import Cancelled, InvalidArgument, Overloaded, TridentError
 from contract.generation import Usage
 from gateway.config.tenant import Tenant
 from gateway.telemetry.pool_outcomes import PoolOutcomes
+from gateway.telemetry.series import Counter, Gauge, Histogram
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
@@ -137,7 +138,8 @@ class Metrics:
         labels, ended_s = (operation, model, source, pool), time.monotonic()
         self.duration.labels(*labels, error_type).observe(ended_s - began_s)
         self.ends.labels(finish_reason or error_type, pool, source).inc()
-        self.retries.inc(max(0, attempts - 1))
+        if attempts > 1:
+            self.retries.inc(attempts - 1)
         rules = tenant.class_rules if tenant is not None else None
         ttft_s = first_s - began_s if first_s else math.inf
         itl_s = (ended_s - first_s) / (output_tokens - 1) if first_s and output_tokens > 1 else None
@@ -147,9 +149,9 @@ class Metrics:
         if source == ENGINE:
             self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, None if whole else itl_s)
             if tenant is not None and first_s:
-                values = (input_tokens, output_tokens, ended_s - began_s, ttft_s)
+                name, values = self.tenant(tenant.name), (input_tokens, output_tokens, ended_s - began_s, ttft_s)
                 for metric, value in zip(self.by_tenant, values, strict=True):
-                    metric.labels(self.tenant(tenant.name), operation).observe(value)
+                    metric.labels(name, operation).observe(value)
         if not first_s:
             return
         self.first_token.labels(*labels).observe(ttft_s)
