@@ -93,6 +93,8 @@ class Choices:
 
     def _total(self) -> Usage | None:
         """Return the usage of the generations that have ended."""
+        if len(self._usages) == 1:
+            return self._usages[0]
         return total(self._usages, [id(prompt_of(request)) for request in self._permit.requests])
 
     def _added_micros(self, index: int) -> int:

@@ -317,7 +317,7 @@ class Generation:
     @property
     def upstream(self) -> Upstream | None:
         """The upstream that serves the request; None if replicas do."""
-        return self._runtime.fallback.upstream(self.target)
+        return self._runtime.fallback.upstream(self.target) if self.target else None
 
     @property
     def remaining_s(self) -> float:

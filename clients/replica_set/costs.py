@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from contract.generation import GenerationRequest
 
@@ -18,8 +19,7 @@ _TIMES, _LENGTHS, _PACES = 32, 512, 128
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.0001, 1000.0
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """One answered request.
 
     prefill_s: from being scheduled to the first token. decode_s: from the first token to the last.
@@ -34,8 +34,7 @@ class Observation:
     running: float
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Work in tokens of decoding: the prompt's, which is done at the first token, and the answer's."""
 
     prefill: float

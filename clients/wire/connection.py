@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,12 +135,13 @@ def trace_context(traceparent: str) -> str:
 
 
 def new_request_id() -> str:
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def new_traceparent() -> str:
     """A fresh W3C trace context. Not sampled: whether to trace is then the server's own choice."""
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+    ids = os.urandom(24).hex()
+    return f"00-{ids[:32]}-{ids[32:]}-00"
 
 
 def _pem(field: str, path: str | Path | None, kind: bytes) -> bytes | None:

@@ -6,7 +6,7 @@ requests at one pool do not block the others; caps of classes apply to each pool
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -62,8 +62,8 @@ class Concurrency:
     pools: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._of_pool: Counter[str] = Counter()
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._of_pool: defaultdict[str, int] = defaultdict(int)
         self._total = 0
 
     @property
@@ -72,7 +72,7 @@ class Concurrency:
 
     def fullness(self, pool: str) -> float:
         """Return the part that is taken of what the pool may have now: 0 is empty, 1 is full."""
-        return self._of_pool[pool] / max(1, self._most(pool))
+        return self._of_pool.get(pool, 0) / max(1, self._most(pool))
 
     async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
         """See ``try_acquire``."""
@@ -83,13 +83,13 @@ class Concurrency:
 
         Raises: Overloaded that names the cap; InvalidArgument if the cap is smaller than ``requests``.
         """
-        if self._of_pool[pool] + requests > self._most(pool):
+        if self._of_pool.get(pool, 0) + requests > self._most(pool):
             kept = self._kept * sum(other != pool for other in self.pools)
             _check_possible("the gateway", self.limit - kept, requests)
             raise Overloaded(f"{self._total} requests are in flight, the most allowed")
         found = caps(levels, priority, pool, self.class_limits)
         for name, limit in found.items():
-            if limit is not None and self._counts[name] + requests > limit:
+            if limit is not None and self._counts.get(name, 0) + requests > limit:
                 _check_possible(holder(name), limit, requests)
                 raise Overloaded(f"{holder(name)} has {self._counts[name]} requests under way and may have {limit}")
         self._total += requests
@@ -105,9 +105,11 @@ class Concurrency:
 
     def _most(self, pool: str) -> int:
         """Return how many requests the pool may have with those that the other pools have now."""
-        kept, of_others = self._kept, self._total - self._of_pool[pool]
-        unused = sum(max(0, kept - self._of_pool[other]) for other in self.pools if other != pool) if kept else 0
-        return self.limit - of_others - unused
+        left = self.limit - self._total + self._of_pool.get(pool, 0)
+        if len(self.pools) < 2:
+            return left
+        kept = self._kept
+        return left - sum(max(0, kept - self._of_pool.get(other, 0)) for other in self.pools if other != pool)
 
     def _give_back(self, slot: Slot) -> None:
         self._total -= slot.requests

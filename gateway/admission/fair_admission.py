@@ -203,12 +203,12 @@ class FairAdmission:
                 self._check_room(tenant, pool)
             need = await (prompt_tokens or self.prompt_tokens).need(requests, tenant.name)
             ticket.tokens = need.tokens
-            output_tokens = sum(request.max_tokens for request in requests)
+            output_tokens = sum([request.max_tokens for request in requests])
             headers |= await self._reserve(ticket, need.tokens, need.least, output_tokens, pool)
             if pool or not target:  # an upstream has its own capacity, and no slot here is used
                 claim = ticket.claim(pool, ticket.tokens, len(requests))
                 drawn = not target and pool != tenant.pool
-                turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
+                turns = tuple([Turn(ticket, pool, claim, number, drawn) for number in range(len(requests))])
                 if claim.hold_s:  # the response may begin, so that its caller is told
                     headers[HELD] = f"{claim.hold_s:g}"
                 else:
@@ -369,7 +369,7 @@ def _amount(value: float, demand: Demand) -> str:
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:
     """Return the largest ``max_tokens``."""
-    return max(request.max_tokens for request in requests)
+    return max([request.max_tokens for request in requests])
 
 
 @dataclass(eq=False)
@@ -392,21 +392,21 @@ class _Ticket:
     @property
     def ends_s(self) -> float:
         """The request's own deadline."""
-        return self.began_s + min((request.timeout_s or math.inf for request in self.requests), default=math.inf)
+        return self.began_s + min([request.timeout_s or math.inf for request in self.requests], default=math.inf)
 
     def claim(self, pool: str, tokens: int, count: int, remaining_s: float = math.inf) -> Claim:
         """Queue for ``count`` slots of a pool. remaining_s: of the request's time. Raises Overloaded."""
-        admission, tenant = self.admission, self.tenant
+        admission, tenant, slots, ends_s = self.admission, self.tenant, self.admission.slots(pool), self.ends_s
         rules, max_wait_s = tenant.class_rules, admission._rules.max_wait_s
         if rules is not None and rules.max_wait_s is not None:
             max_wait_s = rules.max_wait_s
-        hold_s = admission.slots(pool).capacity.hold_s
-        until_s = min(admission._clock() + min(hold_s or max_wait_s, remaining_s), self.ends_s)
+        hold_s = slots.capacity.hold_s
+        until_s = min(admission._clock() + min(hold_s or max_wait_s, remaining_s), ends_s)
         share = rules.share if rules is not None else 1.0
         order = (tenant.priority, tenant.weight, until_s)
         entry = Entry(tenant.name, max(1, tokens), *order, count, _longest(self.requests), share)
         try:
-            claim = admission.slots(pool).claim(entry, self.ends_s)
+            claim = slots.claim(entry, ends_s)
         except Overloaded as exc:
             raise admission._refusal("queue", exc, pool) from None
         claim.hold_s = hold_s

@@ -12,13 +12,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import Overloaded
 from gateway.config.policy import AdmissionRules
+
+# Entries by class and by tenant, all of them, and the backlog.
+State = tuple[defaultdict[int, int], defaultdict[str, int], int, defaultdict[int, float]]
 
 
 @dataclass(eq=False)
@@ -85,8 +88,8 @@ class FairQueue:
         self._came: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came
         self._deadlines: list[tuple[float, int, Entry]] = []
         self._shortest: list[tuple[int, int, Entry]] = []
-        self._by_class: Counter[int] = Counter()
-        self._by_tenant: Counter[str] = Counter()
+        self._by_class: defaultdict[int, int] = defaultdict(int)
+        self._by_tenant: defaultdict[str, int] = defaultdict(int)
         self._expired: list[Entry] = []
         self._sequence = itertools.count()
         self._count = 0
@@ -102,28 +105,28 @@ class FairQueue:
 
     def depth(self, priority: int) -> int:
         """Return the number of entries of this class that wait."""
-        return self._by_class[priority]
+        return self._by_class.get(priority, 0)
 
     def depths(self) -> dict[int, int]:
         return dict(self._by_class)
 
-    def state(self) -> tuple[Counter[int], Counter[str], int, defaultdict[int, float]]:
+    def state(self) -> State:
         """Return what tells how full it is, for ``mirror``."""
         return self._by_class.copy(), self._by_tenant.copy(), self._count, self.backlog.copy()
 
-    def mirror(self, state: tuple[Counter[int], Counter[str], int, defaultdict[int, float]]) -> None:
+    def mirror(self, state: State) -> None:
         """Look as full as another queue."""
         self._by_class, self._by_tenant, self._count, self.backlog = state
 
     def waiting_of(self, tenant: str) -> int:
-        return self._by_tenant[tenant]
+        return self._by_tenant.get(tenant, 0)
 
     def check_room(self, tenant: str, priority: int) -> None:
         """Raise Overloaded that names the full queue."""
-        waiting, most = self._by_class[priority], self.rules.max_waiting_per_class
+        waiting, most = self._by_class.get(priority, 0), self.rules.max_waiting_per_class
         if waiting >= most:
             raise Overloaded(f"queue full: {waiting} of {most} requests wait in priority class {priority}")
-        waiting, most = self._by_tenant[tenant], self.rules.max_waiting_per_tenant
+        waiting, most = self._by_tenant.get(tenant, 0), self.rules.max_waiting_per_tenant
         if waiting >= most:
             raise Overloaded(f"queue full: {waiting} of {most} requests of {tenant} wait")
 

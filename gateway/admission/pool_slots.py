@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract.errors import DeadlineExceeded, Overloaded, TridentError
 from gateway.admission import retry_after, sharing
@@ -30,8 +30,7 @@ _STATE = ("running", "capacity", "drain_tokens_per_s", "arrived_tokens", "_reser
 _COUNTS = ("running_tokens", "_running_of", "_running_at")
 
 
-@dataclass(frozen=True)
-class _Limits:
+class _Limits(NamedTuple):
     """Of this moment.
 
     limit: requests at the replicas. open: of which so many of any length. share: of one tenant.
@@ -67,8 +66,8 @@ class PoolSlots:
         self._clock, self._capacity, self._refused, self._full = clock, capacity, refused, full
         self.running = 0  # slots that were given and not released
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
-        self._running_of: Counter[str] = Counter()
-        self._running_at: Counter[int] = Counter()  # by priority
+        self._running_of: defaultdict[str, int] = defaultdict(int)
+        self._running_at: defaultdict[int, int] = defaultdict(int)  # by priority
         self.running_tokens: defaultdict[int, float] = defaultdict(float)  # by class
         self.arrived_tokens = 0.0  # of all requests that ever queued
         self._worked = self._worked_tokens = 0.0  # of late: work in tokens of decoding, and the tokens reserved for it
@@ -122,7 +121,7 @@ class PoolSlots:
         """Whether a request would get a slot at once, or would be the tenant's only one that waits, with fewer others
         than can run at once."""
         limits = self._limits()
-        if self._running_of[tenant] < limits.share and longest_tokens <= self._length_allowed(limits):
+        if self._running_of.get(tenant, 0) < limits.share and longest_tokens <= self._length_allowed(limits):
             return True
         return self.waiting < self.capacity.slots and not self.queue.waiting_of(tenant)
 
@@ -225,7 +224,8 @@ class PoolSlots:
             running = sum(count for priority, count in self._running_at.items() if priority >= entry.priority)
             if running >= self._share(limits.slots, entry.share):
                 return False
-        return self._running_of[entry.tenant] < limits.share and entry.longest_tokens <= self._length_allowed(limits)
+        of_tenant = self._running_of.get(entry.tenant, 0)
+        return of_tenant < limits.share and entry.longest_tokens <= self._length_allowed(limits)
 
     def _give(self, claim: Claim, limits: _Limits) -> None:
         entry, reserved = claim.entry, self.running - self._reserved >= limits.open
@@ -318,15 +318,16 @@ class Claim:
         if self._closed:
             return
         self._closed = True
-        self.pool.queue.remove(self.entry)
+        makes_room = self.pool.queue.remove(self.entry) or bool(self._held)
         self.entry.work = None
         for number, reserved in self._held.items():
             self.pool._take_back(self.entry, number, reserved)
         self._held.clear()
         if self.given:
-            charged = sum(self.entry.part(number) for number in range(self.given))
+            charged = sum([self.entry.part(number) for number in range(self.given)])
             self.pool.queue.give_back(self.entry, charged - used_tokens)
-        self.pool.dispatch()
+        if makes_room:
+            self.pool.dispatch()
 
     def _given(self, reserved: bool) -> None:
         number = self.given

@@ -129,6 +129,9 @@ class PromptTokens:
 
     async def need(self, requests: Sequence[GenerationRequest], tenant: str) -> Need:
         """Return what ``requests`` may use: each prompt once, and ``max_tokens`` of every choice."""
+        if len(requests) == 1:
+            count, most = await self._count(requests[0], tenant), requests[0].max_tokens
+            return Need(count.tokens + most, count.least + most, (count,))
         counts: dict[int, PromptCount] = {}
         for request in requests:
             if id(prompt_of(request)) not in counts:

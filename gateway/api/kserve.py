@@ -44,7 +44,7 @@ from contract.errors import (
     Unavailable,
     to_text,
 )
-from contract.generation import FinishReason, GenerationRequest, Guide, TokenDelta
+from contract.generation import FinishReason, GenerationRequest, Guide, TokenDelta, changed
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
@@ -68,6 +68,7 @@ TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_
 SHOW_TEXT = frozenset({"output_ids", "top_log_probs_ids"})  # as text_output does, in another form
 _CHANGEABLE = frozenset({"text_input", "messages", "max_tokens"})
 _CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
+_REQUEST = GenerationRequest()
 _REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
@@ -428,15 +429,16 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     for output in request.outputs:
         if output.parameters:
             raise InvalidArgument(output.name, f"must have no parameters, got {min(output.parameters)!r:.100}")
-    names = []
-    for tensor in request.inputs:
-        names.append(tensor.name)
+    names: dict[str, int] = {}
+    for index, tensor in enumerate(request.inputs):
+        names.setdefault(tensor.name, index)
         if "shared_memory_region" in tensor.parameters:
             raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
     prompt, messages = _texts(request, "text_input", names), _texts(request, "messages", names)
     turns = chat(messages) if messages is not None and prompt is None else None
     max_tokens, guide = _integer(request, "max_tokens", names), _texts(request, "guided_decoding_guide_type", names)
-    return GenerationRequest(
+    return changed(
+        _REQUEST,
         text_input=prompt if turns is None else None,
         messages=turns,
         tools=_texts(request, "tools", names) if turns is not None else None,
@@ -499,9 +501,9 @@ def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> b
     return request.SerializeToString()
 
 
-def echoes(request: service_pb2.ModelInferRequest, names: Sequence[str]) -> bool:
-    """Return whether the response begins with the prompt. names: of the inputs."""
-    found = _find(request, "exclude_input_in_output", names)
+def echoes(request: service_pb2.ModelInferRequest, names: Mapping[str, int]) -> bool:
+    """Return whether the response begins with the prompt. names: see ``_content``."""
+    found = _content(request, "exclude_input_in_output", names)
     if found is None:
         return False
     index, raw = found
@@ -607,16 +609,20 @@ def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> byt
     return message.SerializeToString()
 
 
-def _find(
-    request: service_pb2.ModelInferRequest, name: str, names: Sequence[str] | None = None
-) -> tuple[int, bytes | None] | None:
-    """Return an input's index and its raw content (None where contents are inline); None if it was not sent.
+def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
+    """Return an input's index and its raw content (None where contents are inline); None if it was not sent."""
+    names = [tensor.name for tensor in request.inputs]
+    return _content(request, name, {name: names.index(name)} if name in names else {})
 
-    names: of the inputs, if they are known: reading them takes as long as all else."""
-    names = [tensor.name for tensor in request.inputs] if names is None else names
-    if name not in names:
+
+def _content(
+    request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]
+) -> tuple[int, bytes | None] | None:
+    """Do as ``_find``. names: the indices of the inputs by name, as reading them takes as long as all else."""
+    index = names.get(name)
+    if index is None:
         return None
-    index, contents = names.index(name), request.raw_input_contents
+    contents = request.raw_input_contents
     if not contents:
         return index, None
     if index >= len(contents):
@@ -624,9 +630,8 @@ def _find(
     return index, contents[index]
 
 
-def _texts(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str] | None = None) -> str | None:
-    found = _find(request, name, names)
-    if found is None:
+def _texts(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> str | None:
+    if name not in names or (found := _content(request, name, names)) is None:
         return None
     index, raw = found
     if raw is None:
@@ -642,16 +647,15 @@ def _texts(request: service_pb2.ModelInferRequest, name: str, names: Sequence[st
         raise InvalidArgument(name, f"must be UTF-8, got an invalid byte at {exc.start}") from exc
 
 
-def _integer(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str]) -> int | None:
-    values = _integers(request, name, names)
+def _integer(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> int | None:
+    values = _integers(request, name, names) if name in names else None
     if values is not None and len(values) != 1:
         raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
     return values[0] if values else None
 
 
-def _integers(request: service_pb2.ModelInferRequest, name: str, names: Sequence[str]) -> tuple[int, ...] | None:
-    found = _find(request, name, names)
-    if found is None:
+def _integers(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> tuple[int, ...] | None:
+    if name not in names or (found := _content(request, name, names)) is None:
         return None
     index, raw = found
     if request.inputs[index].datatype != "INT32" or (raw is not None and len(raw) % 4):

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Reading:
     pools: Pools
     files: tuple[Path, ...] = ()  # with secrets of it
 
-    @property
+    @cached_property
     def keyed(self) -> bool:
         """Whether callers need a key or a token."""
         return bool(self.keys) or bool(self.policy.identity.issuers)

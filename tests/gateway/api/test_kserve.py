@@ -442,7 +442,10 @@ def test_the_adapter_in_the_models_name_becomes_an_input(inline: bool):
     kserve.set_adapter(request, "")
     assert request.SerializeToString() == before
     kserve.set_adapter(request, "poet")
-    assert kserve._texts(request, "lora_name") == "poet" and kserve._texts(request, "text_input") == "hello"
+    names = {tensor.name: index for index, tensor in enumerate(request.inputs)}
+    assert (
+        kserve._texts(request, "lora_name", names) == "poet" and kserve._texts(request, "text_input", names) == "hello"
+    )
     with pytest.raises(InvalidArgument, match="lora_name: must be left out beside a model with an adapter"):
         kserve.set_adapter(request, "lawyer")
 
