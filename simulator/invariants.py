@@ -121,7 +121,7 @@ class Ledger:
             for pool in gateway.replicas.pools:
                 if not gateway.admission.slots(pool).idle:
                     self.broken(f"slots or queue of the pool {pool!r} were not given back")
-            if isinstance(caps := gateway._concurrency, Concurrency) and (caps.in_flight or +caps._counts):
+            if isinstance(caps := gateway._concurrency, Concurrency) and (caps.in_flight or any(caps._counts.values())):
                 self.broken("places under the caps were not given back")
             if len(gateway.live):
                 self.broken("generations were left in the gateway")

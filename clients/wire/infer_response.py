@@ -196,7 +196,9 @@ class ResponseDecoder:
 def _names_end(data: bytes, at: int) -> int:
     """Where the names end that begin at ``at``."""
     while at < len(data) and data[at] in _NAME_TAGS:
-        size, at = read_varint(data, at + 1)
+        size, at = data[at + 1], at + 2
+        if size > 0x7F:
+            size, at = read_varint(data, at - 1)
         at += size
     return at
 

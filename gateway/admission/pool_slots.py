@@ -252,18 +252,18 @@ class PoolSlots:
         self.running_tokens[entry.priority] -= tokens
         self._longest_tokens -= entry.longest_tokens
         # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
-        if self._update_saturated_time():
+        if self._saturated:
+            self._update_saturated_time()
             self._drain.observe(tokens, self._saturated_s)
 
-    def _update_saturated_time(self) -> bool:
-        """Add up saturated time and return whether the pool was saturated until now. Drain rate is measured only
-        while requests wait or are refused: idle time would understate it."""
-        now_s, saturated = self._clock(), self._saturated
-        if saturated:
+    def _update_saturated_time(self) -> None:
+        """Add up saturated time. Drain rate is measured only while requests wait or are refused: idle time would
+        understate it."""
+        now_s = self._clock()
+        if self._saturated:
             self._saturated_s += now_s - self._checked_s
         self._checked_s = now_s
         self._saturated = len(self.queue) > 0 or self._full()
-        return saturated
 
     def _expire(self, entry: Entry) -> None:
         error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
