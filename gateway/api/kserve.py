@@ -13,8 +13,6 @@ import contextlib
 import json
 import logging
 import struct
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +46,7 @@ from contract.generation import FinishReason, GenerationRequest, Guide, TokenDel
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
+from gateway.api.response_writer import ResponseWriter
 from gateway.choices import ChoiceDelta
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
@@ -56,7 +55,6 @@ from gateway.models import ServedModel
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
 from gateway.routing.replicas import RoutedReplica
-from gateway.service import Service
 from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
@@ -149,7 +147,7 @@ class KServeEndpoint(GrpcEndpoint):
         return handle
 
     async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
-        writer = _Writer(context, self._service)
+        writer = ResponseWriter(context, self._service.settings.stall_timeout_s)
         carrier = _carrier(context)
         tasks: set[asyncio.Task] = set()
         rejected: list[TridentError] = []
@@ -214,7 +212,7 @@ class KServeEndpoint(GrpcEndpoint):
         size: int,
         carrier: dict[str, str],
         context: grpc.aio.ServicerContext,
-        writer: _Writer,
+        writer: ResponseWriter,
     ) -> TridentError | None:
         """Serve one request of ``size`` bytes. Returns the error that was sent in band; raises one that was not."""
         service = self._service
@@ -233,7 +231,7 @@ class KServeEndpoint(GrpcEndpoint):
         tenant: Tenant,
         carrier: dict[str, str],
         context: grpc.aio.ServicerContext,
-        writer: _Writer,
+        writer: ResponseWriter,
     ) -> TridentError | None:
         service = self._service
         packed = _is_packed(request.model_name)
@@ -261,7 +259,7 @@ class KServeEndpoint(GrpcEndpoint):
         hooks: RequestHooks | None,
         packed: bool,
         context: grpc.aio.ServicerContext,
-        writer: _Writer,
+        writer: ResponseWriter,
     ) -> TridentError | None:
         """Generate what hooks made of a request; see ``_generate``."""
         service = self._service
@@ -309,7 +307,7 @@ class KServeEndpoint(GrpcEndpoint):
         generation: Generation,
         hidden: frozenset[str],
         packed: bool,
-        writer: _Writer,
+        writer: ResponseWriter,
         request_context: RequestContext,
         hooks: RequestHooks | None,
     ) -> TridentError | None:
@@ -353,71 +351,6 @@ class KServeEndpoint(GrpcEndpoint):
             await writer.write(carrier if shown is error else with_error(carrier, shown))
             return error
         return None
-
-
-class _Writer:
-    """Write the responses of all requests of one stream, one at a time."""
-
-    def __init__(self, context: grpc.aio.ServicerContext, service: Service) -> None:
-        self._context, self.timeout_s = context, service.settings.stall_timeout_s
-        self.stalled = False
-        self._handler = asyncio.current_task()
-        self._waiting: deque[asyncio.Future[None]] = deque()  # for their turns to write
-        self._writing = False
-        self._writing_since_s = 0.0
-        self._began = False
-
-    async def send_metadata(self, headers: Mapping[str, str]) -> None:
-        """Send response headers: those of the first request as initial metadata, those of the latest as trailers."""
-        self.set_trailers(headers)
-        if headers and not self._began:
-            self._began = True
-            await self._context.send_initial_metadata(tuple(headers.items()))
-
-    def set_trailers(self, headers: Mapping[str, str]) -> None:
-        """Replace the trailing metadata, with what became known during the response."""
-        if headers:
-            self._context.set_trailing_metadata(tuple(headers.items()))
-
-    async def write(self, data: bytes) -> None:
-        """Send one serialised response, after those before it."""
-        if self._writing:
-            await self._turn()
-        self._writing = self._began = True
-        self._writing_since_s = time.monotonic()
-        try:
-            await self._context.write(data)
-        finally:
-            self._writing_since_s = 0.0
-            self._writing = bool(self._waiting) and self._pass_on()
-
-    async def _turn(self) -> None:
-        """Wait until those before have written. No lock of asyncio's, whose calls cost every token more than this."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given its turn, and does not take it
-                self._writing = self._pass_on()
-            raise
-
-    def _pass_on(self) -> bool:
-        """Give the next one that waits its turn; return whether there is one."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return True
-        return False
-
-    def check(self, now_s: float) -> None:
-        """End the stream if the client has not read for ``timeout_s``. now_s: ``time.monotonic()``."""
-        if self._writing_since_s and now_s - self._writing_since_s > self.timeout_s:
-            self._writing_since_s = 0.0
-            self.stalled = True
-            if self._handler is not None:
-                self._handler.cancel()
 
 
 def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:

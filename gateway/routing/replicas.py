@@ -475,11 +475,8 @@ class Replicas:
 
     def with_other_engine(self, pool: str, engine: str) -> frozenset[str]:
         """Return the URLs of the replicas of one pool that say that they serve another engine than ``engine``."""
-        if not engine:
-            return frozenset()
-        return frozenset(
-            other.url for other in self._replicas_of(pool).values() if other.metrics.engine not in ("", engine)
-        )
+        found = self._replicas_of(pool).values() if engine else ()
+        return frozenset([other.url for other in found if other.metrics.engine not in ("", engine)])
 
     def adapters(self, pinned: str) -> tuple[str, ...]:
         """Return the LoRA adapters that ready replicas of a pool or group report; "": of the public pools."""
