@@ -29,7 +29,7 @@ from benchmarks.server_process import running_server
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
 from contract import step_model, toml_table
-from contract.errors import Unavailable
+from contract.errors import InvalidArgument, Unavailable
 from simulator.run import run
 from simulator.scenario import Persona, Pool, Scenario
 
@@ -51,10 +51,12 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     Before them it gets the last load once: the first prompt of each length takes longer.
 
     seconds: of each load. input_tokens, output_tokens: distributions, as those of a persona.
-    Raises InvalidArgument for an engine without a step model, EngineFailed.
+    Raises InvalidArgument for seconds, lengths, or an engine without a step model; EngineFailed.
     """
-    pool = toml_table.checked(Pool, {"engine": engine, "send_s": 0.0, "shared": True}, "fidelity")
+    if not 1 <= seconds <= 3600:
+        raise InvalidArgument("seconds", f"must be from 1 to 3600, got {seconds:g}")
     prompts_of, answers = parse(input_tokens, "input"), parse(output_tokens, "output")
+    pool = toml_table.checked(Pool, {"engine": engine, "send_s": 0.0, "shared": True}, "fidelity")
     rng, busy = random.Random(seed), min(8, pool.slots)
     mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
     kind = pool.kind

@@ -34,3 +34,12 @@ def test_what_was_found_is_kept_unless_others_used_the_machine(tmp_path, monkeyp
 def test_an_engine_that_was_not_measured_is_named():
     with pytest.raises(InvalidArgument, match="fidelity: engine: must be measured or given: .*no-engine"):
         fidelity.compare("no-engine", 1.0, "64", "64", 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "problem"),
+    [(-1.0, "64", "seconds: must be from 1 to 3600, got -1"), (float("nan"), "64", "seconds: "), (1.0, "x", "input: ")],
+)
+def test_what_is_wrong_with_the_loads_is_told_before_anything_starts(seconds, tokens, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        fidelity.compare("no-engine", seconds, tokens, "64", 0)
