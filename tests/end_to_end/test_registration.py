@@ -76,7 +76,7 @@ def gateway(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def registered(gateway: Gateway) -> contextlib.AbstractContextManager[Replica]:
     where = f"127.0.0.1:{gateway.http_port}"
-    return running("demo", register_=where, register_token_file=gateway.token_file, stall_s=3600, drain_s=30)
+    return running("demo", register_=where, register_token_file=gateway.token_file, stall_s=3600, drain_s=600)
 
 
 async def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:

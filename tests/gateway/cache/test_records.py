@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -149,13 +150,20 @@ async def test_a_gateway_that_stood_still_does_not_go_on_with_a_stream_that_was_
     redis_socket: Path, monkeypatch
 ):
     monkeypatch.setattr(records, "LEASE_S", 0.3)
-    async with FakeReplica(lambda seen: script(0.05)) as replica, pair(replica, redis_socket) as (one, two):
+    gate = asyncio.Event()
+    waits = dataclasses.replace(script(), gate=gate, gate_at=12)
+    async with (
+        FakeReplica(lambda seen: script() if "continue_ids" in seen.inputs else waits) as replica,
+        pair(replica, redis_socket) as (one, two),
+    ):
         running = asyncio.create_task(read(one.base_url, "k"))
         await until(lambda: replica.counts.running == 1)
         await asyncio.sleep(0.2)
         state = one.service.shared_state
-        state._away_until_s = time.monotonic() + 0.8  # as if this gateway had stood still
+        state._away_until_s = time.monotonic() + 600  # as if this gateway stood still
         status, whole = await read(two.base_url, "k")
+        state._away_until_s = 0.0
+        gate.set()
         assert status == 200 and whole.count(b"\n\n") == TOKENS + 2
         assert b"another gateway goes on with this stream" in (await running)[1]
 
