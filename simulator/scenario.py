@@ -71,10 +71,10 @@ class Pool(BaseModel):
         engine, step = table.get("engine", ""), table.get("step")
         if bool(engine) == (step is not None):
             raise ValueError("step: must be set if engine is not, else left out")
-        if not engine and not isinstance(step, Mapping):
-            raise ValueError(f"step: must be a table of a step model's terms, got {step!r}")
         try:
             if not engine:
+                if not isinstance(step, Mapping):
+                    raise ValueError(f"step: must be a table of a step model's terms, got {step!r}")
                 terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **step}
                 return table | {"step": StepModel.from_json(_GIVEN | terms)}
             own = dict(vars(Replica.of_engine(ENGINES / engine)))
