@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from contract import failpoint
 from contract.errors import InvalidArgument, Unavailable
 
 _LOG = logging.getLogger(__name__)
+TIMEOUT_S = 30.0  # for other processes that write
 
 
 class Database:
@@ -30,8 +32,11 @@ class Database:
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path or ":memory:", timeout=30.0, isolation_level=None, check_same_thread=False)
-            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            self._db = sqlite3.connect(
+                path or ":memory:", timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._use_wal()
+            for pragma in ("synchronous = FULL", "foreign_keys = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
             with self._transaction():
                 found = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -43,6 +48,18 @@ class Database:
             raise InvalidArgument(str(path), f"must be usable as the {name}: {exc}") from exc
         if found not in (0, version):
             raise InvalidArgument(str(path), f"must be a database of version {version}, got version {found}")
+
+    def _use_wal(self) -> None:
+        """Raises sqlite3.Error. SQLite's own timeout does not cover processes that make one new database at once."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as exc:
+                if "locked" not in str(exc) or time.monotonic() > until_s:
+                    raise
+            time.sleep(0.01)
 
     def close(self) -> None:
         with self._lock:

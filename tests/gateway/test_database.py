@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,22 @@ def test_without_a_path_it_is_in_memory() -> None:
     with database._transaction() as db:
         assert db.execute("SELECT count(*) FROM one").fetchone() == (0,)
     database.close()
+
+
+def test_a_new_database_that_others_make_at_once_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+    refusals = ["database is locked"] * 2
+
+    class Contended(sqlite3.Connection):
+        """Refuses the journal mode at once, as SQLite does where several connections change it."""
+
+        def execute(self, sql, *values):
+            if "journal_mode" in sql and refusals:
+                raise sqlite3.OperationalError(refusals.pop())
+            return super().execute(sql, *values)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Contended))
+    Database(tmp_path / "db", "test database", SCHEMA, 1).close()
+    assert not refusals
+    refusals.append("disk I/O error")
+    with pytest.raises(InvalidArgument, match="disk I/O error"):
+        Database(tmp_path / "other", "test database", SCHEMA, 1)

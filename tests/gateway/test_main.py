@@ -35,6 +35,7 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
     started = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", env=environ, cwd=Path(__file__).parents[2], stdout=-1, stderr=-1
     )
+    words: list[bytes] = []
     try:
         words = (await asyncio.wait_for(started.stdout.readline(), 60.0)).split()
         yield started, f"http://{words[1].decode()}" if words[:1] == [b"http"] else ""
@@ -42,6 +43,8 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
         if started.returncode is None:
             started.kill()
             await started.wait()
+        if words[:1] != [b"http"]:  # shown where the test fails
+            print(words, (await started.stderr.read()).decode(errors="replace"))
 
 
 # Without a configuration file there is nothing to read again, and SIGHUP stops as well.
