@@ -10,8 +10,8 @@ written: a run that was interrupted goes on.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -341,19 +341,20 @@ def stretches(messages: Sequence[tuple[float, int]], steps: float, draft_tokens:
     """Return the acceptance of a text in each of ``step_model.STRETCHES`` that it reached.
 
     messages: of a stream alone, when and how many tokens; the first is of no draft, the last may be cut off at its end.
-    steps: that drafted for it; where a message holds the tokens of several, each holds as many.
+    steps: that drafted for it; where a message holds the tokens of several, each holds as many. A step that goes beyond
+    a stretch counts in each by its tokens there, so that the stretches together have all steps.
     """
-    counts, position = [[0, 0] for _ in step_model.STRETCHES], messages[0][1]
-    whole = messages[1:-1] or messages[1:]
-    for _, tokens in whole:
-        count = counts[bisect.bisect_right(step_model.STRETCHES, position) - 1]
-        count[0], count[1], position = count[0] + tokens, count[1] + 1, position + tokens
-    each, found = steps / max(1, len(messages) - 1), list[float]()
-    for tokens, sent in counts:
-        if sent:
-            found.append(round(acceptance_of(tokens / sent / each, draft_tokens), 3) if each else 0.0)
-        elif found and position > step_model.STRETCHES[len(found)]:  # a step went beyond it
-            found.append(found[-1])
+    counts, position = [[0, 0.0] for _ in step_model.STRETCHES], messages[0][1]
+    bounds = list(itertools.pairwise((*step_model.STRETCHES, math.inf)))
+    for _, tokens in messages[1:-1] or messages[1:]:
+        for count, (begin, end) in zip(counts, bounds, strict=True):
+            if (inside := min(end, position + tokens) - max(begin, position)) > 0:
+                count[0], count[1] = count[0] + int(inside), count[1] + inside / tokens
+        position += tokens
+    each = steps / max(1, len(messages) - 1)
+    found = [
+        round(acceptance_of(tokens / sent / each, draft_tokens), 3) if each else 0.0 for tokens, sent in counts if sent
+    ]
     return found or [0.0]
 
 
