@@ -286,7 +286,7 @@ class ServerInstance:
     def _watch_stubs(self) -> None:
         """Watch all running stubs; report a model that has fewer than it should."""
         running = stubs.find(self.pid)
-        self._exits.add(running)
+        self._exits.add(set(running) - self._unloaded.keys())  # those of a reloaded model are to exit
         for model in self._pipeline.models:
             if sum(stub.model == model.name for stub in running) < model.stubs:
                 self._report_stub_exit(model)
@@ -294,7 +294,7 @@ class ServerInstance:
     def _on_stub_exit(self, exited: stubs.Stub) -> None:
         running = stubs.find(self.pid)
         if stubs.is_replaced(exited, running):
-            self._exits.add(running)
+            self._exits.add(set(running) - self._unloaded.keys())
             return
         for model in self._pipeline.models:
             if model.name == exited.model:
