@@ -150,17 +150,13 @@ async def test_a_hung_tokenizer_is_loaded_anew_and_streams_in_flight_go_on(repli
 
 
 async def test_two_hung_tokenizers_are_both_replaced(replica):
-    # A process that ends while a busy machine keeps the supervisor from a core makes it a restart.
-    for _ in range(3):
-        hung = [found.pid for found in replica.stubs("tokenizer")]
-        assert len(hung) == 2, "a stub of a model that was reloaded before still runs"
-        before = replica.status
-        await hang(replica, 0, *hung)
-        assert not {found.pid for found in replica.stubs("tokenizer")} & set(hung)
-        await serves_whole(replica)
-        if replica.status.restarts == before.restarts:
-            return
-    pytest.fail("it took a restart each time")
+    hung = [found.pid for found in replica.stubs("tokenizer")]
+    assert len(hung) == 2, "a stub of a model that was reloaded before still runs"
+    before = replica.status
+    await hang(replica, 0, *hung)
+    assert not {found.pid for found in replica.stubs("tokenizer")} & set(hung)
+    assert replica.status.restarts == before.restarts
+    await serves_whole(replica)
 
 
 async def test_a_hung_tritonserver_is_replaced(replica):

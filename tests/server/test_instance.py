@@ -139,3 +139,26 @@ def test_a_periodic_check_in_the_middle_of_a_reload_reports_no_missing_stub(made
         instance._exits.close()
 
     asyncio.run(run())
+
+
+def test_an_old_stub_that_outlives_the_reload_is_not_watched_again(made, monkeypatch):
+    old, new = (stubs.Stub(os.getpid(), "tokenizer", "tokenizer_0", started) for started in (1, 2))
+    others = [stubs.Stub(os.getpid(), model, f"{model}_0", 1) for model in ("engine", "detokenizer")]
+    running = [old, *others]
+    monkeypatch.setattr(stubs, "find", lambda pid: list(running))
+
+    async def run():
+        instance = made([])
+        instance._watch_stubs()
+        assert set(instance._exits.watched) == {old, *others}
+
+        async def load(*arguments) -> None:
+            running.append(new)
+
+        monkeypatch.setattr(instance, "admin", SimpleNamespace(unload=lambda model: asyncio.sleep(0), load=load))
+        monkeypatch.setattr(instance, "_probe", lambda: asyncio.sleep(0, ""))
+        await instance.reload("tokenizer")
+        assert set(instance._exits.watched) == {new, *others}
+        instance._exits.close()
+
+    asyncio.run(run())
