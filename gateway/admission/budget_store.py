@@ -225,7 +225,10 @@ def connect(url: str, connections: int = 32, timeout_s: float = 2.0, **options: 
     """Return a client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond
     ``connections`` wait for one instead of opening their own."""
     from redis.asyncio import BlockingConnectionPool, Redis
+    from redis.maint_notifications import MaintNotificationsConfig
 
+    # With these notifications, of Redis Enterprise, the pool gives out connections that the server has closed.
+    options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
     limits = {"timeout": 2.5 * timeout_s, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     pool = BlockingConnectionPool.from_url(url, max_connections=connections, **limits, **options)
     return Redis.from_pool(pool)

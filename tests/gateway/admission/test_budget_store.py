@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -251,3 +253,42 @@ async def test_a_redis_that_hangs_or_is_away_for_seconds_leaves_no_tokens_reserv
         await redis.aclose()
         server.kill()
         await server.wait()
+
+
+@pytest.mark.slow
+async def test_connections_that_a_restarted_redis_closed_fail_no_request(tmp_path: Path) -> None:
+    """Found by chaos: idle connections were used 12 s after Redis had been killed and was back."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not on PATH (Debian: apt-get install redis-server)")
+    with socket.create_server(("127.0.0.1", 0)) as free:  # TCP: redis-py's pool treats Unix sockets otherwise
+        port = free.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
+    redis = connect(f"redis://127.0.0.1:{port}")
+    store = RedisStore(redis)
+    server = None
+    try:
+        for _ in range(2):
+            if server is not None:
+                server.kill()
+                await server.wait()
+            server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+            await _listens(port)
+            made = await asyncio.gather(*(store.reserve(_levels(), 1) for _ in range(4)))
+            assert all(reservation.granted for reservation in made)
+    finally:
+        await store.aclose()
+        await redis.aclose()
+        if server is not None:
+            server.kill()
+            await server.wait()
+
+
+async def _listens(port: int) -> None:
+    """Wait until a server listens."""
+    for _ in range(1000):
+        with contextlib.suppress(ConnectionError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("redis-server does not listen")
