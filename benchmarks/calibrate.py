@@ -48,8 +48,11 @@ PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
 LEAST_SEQ_LEN = 64
-IN_SERVICE_S, PART = 12.0, 0.5  # of an open load, and of what the engine can do
-LEAST, MOST = 0.5, 2.0  # that it may change the designed steps by
+# An open load, of a part of what the engine can do with so many sequences, and a closed loop of so many; seconds.
+IN_SERVICE, PART, IN_SERVICE_S = (8, 32), 0.5, 12.0
+LEAST, MOST = 0.5, 2.0  # that they may change the designed steps by
+DRAFTED_ALONE = -1  # beside the logarithms of how many streams decode
+GAPS = 20  # of as many streams, that tell how long their steps are
 FIRST_TOKEN_S = 60.0
 TEXTS, TEXT = 48, 128  # requests whose acceptance is measured, and tokens of each
 TEXTS_S = 40.0  # after which half of them suffice
@@ -372,9 +375,9 @@ def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
 def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     """Return the model with the steps of an open load, in which requests come one by one, some after a pause.
 
-    Its steps that decode take so many times what the designed ones do, and its steps with prompts: streams that begin
-    and end together are the fastest. Where the engine drafts, of few streams only messages of several tokens to one
-    alone tell how long a step took: others may be of a plain step.
+    Its steps that decode take so many times what the designed ones of as many sequences do, and its prompts what they
+    take more: streams that begin and end together are the fastest. Where the engine drafts, of few streams only
+    messages of several tokens to one alone tell how long a step took: others may be of a plain step.
     """
     spans = [
         (record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9, record)
@@ -382,10 +385,10 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         if record.ok and record.timings is not None
     ]
     each = statistics.mean(record.input_tokens + record.tokens / 2 for _, _, record in spans) if spans else 0.0
-    # By what is modelled: gaps between messages, and what prompts beside streams take of their steps.
-    decoded, prompted = list[float](), list[float]()
     drafts_up_to = UNDRAFTED_FROM if model.acceptance else 0
-    alone_s, steps = list[float](), list[tuple[int, float, float, float]]()
+    # Gaps between messages beside what they take by the model, and steps with a prompt: streams, seconds, its tokens.
+    decoded, steps = dict[int, list[tuple[float, float]]](), list[tuple[int, float, int]]()
+    alone_s = list[float]()
 
     def decoding_at(at_s: float) -> int:
         return sum(first_s <= at_s < record.ended_s for _, first_s, record in spans)
@@ -404,24 +407,35 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
                 continue
             if streams == decoding_at(to_s) and not reading(from_s, to_s):
                 own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafts_of(streams))
-                decoded.append((to_s - from_s - model.sent_s(streams)) / own_s)
+                level = DRAFTED_ALONE if drafted else round(math.log2(streams))
+                decoded.setdefault(level, []).append((to_s - from_s - model.sent_s(streams), own_s))
         streams = decoding_at(begin_s)
         if reading(begin_s, first_s) == 1:
-            work, drafts = (streams, streams * each), drafts_of(streams)
-            prompt_s = model.engine_s(*work, record.input_tokens, drafts) - model.engine_s(*work, 0, drafts)
-            whole_s = model.seconds(*work, record.input_tokens, drafts)
-            if streams and prompt_s:
-                prompted.append((first_s - begin_s - (whole_s - prompt_s)) / prompt_s)
-            steps.append((streams, first_s - begin_s, whole_s, prompt_s))
+            steps.append((streams, first_s - begin_s, record.input_tokens))
             if not streams:
                 alone_s.append((record.ttft_from_send_s or 0.0) - (first_s - begin_s))
-    decode = _within(statistics.median(decoded)) if decoded else 1.0
-    prompts = _within(statistics.median(prompted)) if prompted else 1.0
-    terms: dict[str, Any] = {
-        name: value * (prompts if name in PROMPTS else decode) for name, value in model.terms.items()
-    }
+    levels = {level: _ratio(gaps) for level, gaps in decoded.items() if len(gaps) >= GAPS}
+    drafted_alone = levels.pop(DRAFTED_ALONE, None)
+    plain = levels or {0: drafted_alone or 1.0}
+
+    def factor(streams: int) -> float:
+        """Of a plain step."""
+        return float(np.interp(math.log2(streams), sorted(plain), [plain[level] for level in sorted(plain)]))
+
+    terms: dict[str, Any] = {}
+    if levels or drafted_alone:
+        terms = _refitted(model, each, factor, drafted_alone)
+    found = dataclasses.replace(model, **terms)
+    prompted = list[float]()
+    for n, took_s, tokens in steps:
+        without_s, with_s = (found.engine_s(n, n * each, part, drafts_of(n)) for part in (0, tokens))
+        if n and with_s > without_s:
+            prompted.append((took_s - without_s - found.sent_s(n)) / (with_s - without_s))
     # Percentiles, since a step beside something else that the machine does tells nothing.
-    later = [(n, took_s, whole_s + (prompts - 1) * prompt_s) for n, took_s, whole_s, prompt_s in steps]
+    prompts = _within(statistics.median(prompted)) if prompted else 1.0
+    terms |= {name: value * prompts for name, value in model.terms.items() if name in PROMPTS}
+    found = dataclasses.replace(model, **terms)
+    later = [(n, took_s, found.seconds(n, n * each, tokens, drafts_of(n))) for n, took_s, tokens in steps]
     if len(alone_s) >= PROBES:
         terms["request_s"] = statistics.median(alone_s)
         terms["idle_s"] = max(0.0, statistics.median(took_s - whole_s for n, took_s, whole_s in later if not n))
@@ -430,24 +444,56 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         low, high = np.percentile(logs, [16, 84])
         terms["spread"] = float(high - low) / 2
     found = dataclasses.replace(model, **terms)
+    told = ", ".join(f"{2**level} x {plain[level]:.2f}" for level in sorted(plain))
+    told += f", with drafts x {drafted_alone:.2f}" if drafted_alone else ""
     print(
-        f"  in service, {len(spans)} requests: streams x {decode:.2f}, prompts x {prompts:.2f}, "
+        f"  in service, {len(spans)} requests: streams {told}; prompts x {prompts:.2f}, "
         f"{report.ms(found.idle_s)} ms after a pause, spread {found.spread:.2f}"
     )
     return found
+
+
+def _ratio(gaps: list[tuple[float, float]]) -> float:
+    """Return what gaps took over what they take by the model, without those beside something else of the machine."""
+    longest = 3 * statistics.median(took_s / model_s for took_s, model_s in gaps)
+    kept = [(took_s, model_s) for took_s, model_s in gaps if took_s <= longest * model_s]
+    return _within(sum(took_s for took_s, _ in kept) / sum(model_s for _, model_s in kept))
+
+
+def _refitted(
+    model: StepModel, context: float, factor: Callable[[int], float], drafted: float | None
+) -> dict[str, float]:
+    """Return the terms of decoding with which steps of so many sequences take ``factor`` times what they did.
+
+    context: tokens of each. drafted: the factor of steps with drafts; None: that of plain ones.
+    """
+    points = []
+    for streams in (1, 2, 4, 8, 16, 32, 64):
+        for each in (context / 2, 2 * context):
+            seconds = factor(streams) * model.engine_s(streams, streams * each, 0)
+            points.append(Point(streams, streams * each, 0, seconds))
+            drafts = step_draft_tokens(model.draft_tokens, streams)
+            if drafts and streams <= UNDRAFTED_FROM:
+                seconds = (drafted or factor(streams)) * model.engine_s(streams, streams * each, 0, drafts)
+                points.append(Point(streams, streams * each, 0, seconds, drafts))
+    terms, _, _ = step_model.fit(points)
+    return {name: value for name, value in terms.items() if name not in PROMPTS}
 
 
 def _within(factor: float) -> float:
     return min(MOST, max(LEAST, factor))
 
 
-async def _open_load(model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource) -> list[Record]:
-    """Send requests as they come in service."""
-    busy = min(8, engine.max_batch_size)
-    each_s = ANSWER / model.decode_tokens_per_s(busy, 2 * ANSWER) + model.prompt_s(ANSWER, engine.max_num_tokens)
+async def _served(model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource) -> list[Record]:
+    """Send requests as they come in service: to half of what the engine can do with a few sequences, then as many at
+    once as make it busy."""
+    few, many = (min(streams, engine.max_batch_size) for streams in IN_SERVICE)
+    each_s = ANSWER / model.decode_tokens_per_s(few, 2 * ANSWER) + model.prompt_s(ANSWER, engine.max_num_tokens)
     sizes = lengths.parse(f"lognormal:{ANSWER},0.5,{engine.max_seq_len // 2 - 1}", "input")
-    load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=1)
-    return (await drive(load, target, prompts, Extent(IN_SERVICE_S, 0.5))).records
+    open_load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=1)
+    closed_loop = Workload(many, None, sizes, sizes, stagger_s=IN_SERVICE_S / 4, seed=2)
+    loads = [await drive(load, target, prompts, Extent(IN_SERVICE_S, 0.5)) for load in (open_load, closed_loop)]
+    return [record for load in loads for record in load.records]
 
 
 def error_percent(model: StepModel, point: Point) -> float:
@@ -522,7 +568,7 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     async def served() -> list[Record]:
         target = EnsembleTarget(server.url)
         try:
-            return await _open_load(model, engine, target, Prompts.for_engine(folder))
+            return await _served(model, engine, target, Prompts.for_engine(folder))
         finally:
             await target.close()
 
