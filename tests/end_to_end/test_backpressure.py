@@ -20,7 +20,7 @@ LONG = {"text_input": "def fibonacci(n):\n", "max_tokens": 900, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def replica(engine_dir):
-    with running("demo", env={"TRIDENT_MAX_WAITING": "4"}, canary_interval_s=3600) as server:
+    with running("demo", env={"TRIDENT_MAX_WAITING": "4"}, canary_interval_s=3600, stall_s=3600) as server:
         yield server
 
 

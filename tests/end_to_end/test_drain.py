@@ -57,7 +57,7 @@ def status_of(url: str) -> int:
 
 
 def test_a_draining_server_says_so_to_every_new_caller_and_ends_what_it_has(engine_dir: Path) -> None:
-    with running("demo", canary_interval_s=3600, drain_s=600.0) as replica:
+    with running("demo", canary_interval_s=3600, stall_s=3600, drain_s=600.0) as replica:
         answers = [Answer(replica.grpc_url) for _ in range(8)]
         assert all(answer.begun.wait(60) for answer in answers)
         with halted(replica):  # until all is asked, nothing ends

@@ -148,7 +148,7 @@ async def test_a_killed_stub_ends_every_stream_as_unavailable_and_the_server_com
 
 
 def test_sigterm_with_a_hundred_open_streams_ends_each_with_its_text_or_an_error(engine_dir):
-    with running("demo", drain_s=1.0) as replica:
+    with running("demo", drain_s=1.0, stall_s=3600) as replica:
         answers = asyncio.run(strike(replica, 100, lambda: replica.process.send_signal(signal.SIGTERM)))
         assert replica.process.wait(PATIENCE_S) == 0
     for answer in answers:

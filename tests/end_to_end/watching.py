@@ -37,6 +37,8 @@ def worker(replica: Replica) -> int:
 @contextmanager
 def halted(replica: Replica) -> Iterator[None]:
     """The engine's worker stands still: no stream gets a token or leaves its slot, all else goes on."""
+    # A server that replaces a halted worker would do so during the test on a slow machine.
+    assert replica.settings.stall_s > PATIENCE_S, "start this server with a stall_s above PATIENCE_S"
     pid = worker(replica)
     os.kill(pid, signal.SIGSTOP)
     try:
