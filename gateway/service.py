@@ -160,6 +160,7 @@ class Service:
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
         self._tasks: list[asyncio.Task] = []
+        self._rollbacks: dict[str, asyncio.Task] = {}  # the last one's writing, by release
 
     async def start(self) -> None:
         self.overflow.start()
@@ -229,7 +230,8 @@ class Service:
         } | ({None: shadow} if shadow is not None else {})
 
     async def change_release(self, name: str, action: str, fields: Mapping[str, Any]) -> None:
-        """Change a release, here at once and in the file; a rollback also where that cannot be written.
+        """Change a release, here at once and in the file before this returns; a rollback also where that cannot be
+        written.
 
         Raises: what release_file.apply raises, and NotFound without a configuration file.
         """
@@ -238,6 +240,8 @@ class Service:
             raise NotFound("this gateway has no configuration file, in which releases stand")
         if action == "rollback" and fields.keys() <= {"reason"} and name in self.releases.current:
             self.releases.roll_back(name, str(fields.get("reason") or "by an operator"))
+            if name in self._rollbacks:
+                await asyncio.wait([self._rollbacks[name]])
             return
         check, shares = self.configuration.check, self.configuration.pools.generating
         await asyncio.to_thread(release_file.apply, path, action, name, fields, check, shares)
@@ -248,7 +252,8 @@ class Service:
         self._release()
         self.tell_workers("rolled_back", name, reason)
         self._audit("release.rollback", name, "ok", reason=reason)
-        self._tasks.append(asyncio.create_task(self._write_rollback(name, reason)))
+        self._rollbacks[name] = asyncio.create_task(self._write_rollback(name, reason))
+        self._tasks.append(self._rollbacks[name])
 
     async def _write_rollback(self, name: str, reason: str) -> None:
         assert self.configuration.path is not None, "releases stand in the file"

@@ -135,6 +135,19 @@ async def test_where_the_file_cannot_be_written_the_rollback_holds_in_the_gatewa
         assert await ask(running, 20) == [200] * 20 and candidate.counts.started == 0
 
 
+async def test_an_operators_rollback_is_in_the_file_when_it_is_answered(monkeypatch):
+    write = release_file._replace
+
+    def slowly(path, text):
+        time.sleep(0.5)
+        write(path, text)
+
+    async with released(table(50)) as (running, _, _):
+        monkeypatch.setattr("gateway.config.release_file._replace", slowly)
+        await running.service.change_release("r", "rollback", {"reason": "odd answers"})
+        assert 'rolled_back = "odd answers"' in running.service.configuration.path.read_text()
+
+
 def _refused(path, text):
     raise PermissionError(13, "Permission denied")
 
