@@ -6,6 +6,7 @@ long to read; large, and each step of it is a pause in all other streams. So the
 
 from __future__ import annotations
 
+import math
 from operator import mul, truediv
 
 from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN, WHOLE_PROMPT_TOKENS
@@ -15,13 +16,13 @@ _ENOUGH = 8  # steps
 _DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
 _UNCERTAIN = 100.0  # the variance of a coefficient before the first step, and at most
 _OUTLIER = 1.5  # times what was expected: the process waited for a core
-_SCALES = (1.0, 32.0, 128.0)  # so that all three coefficients are of one size
+_SCALES = (1.0, 32.0, 128.0, 128.0 * 1024)  # so that all coefficients are of one size
 
 
 class StepBudget:
     """A linear model of a step's time, in seconds, fitted to the latest steps by a Kalman filter.
 
-    Without numpy, whose calls take longer than the arithmetic of three numbers: this runs after every step.
+    Without numpy, whose calls take longer than the arithmetic of four numbers: this runs after every step.
 
     most: tokens of a step.
     short: prompts up to this length are read whole: pieces of them cost more throughput than such a step harms.
@@ -29,37 +30,52 @@ class StepBudget:
 
     def __init__(self, most: int) -> None:
         self._most, self.short = most, min(WHOLE_PROMPT_TOKENS, most)
-        self._seconds = [0.0, 0.0, 0.0]  # of a step, of 32 running sequences, of 128 prompt tokens
-        self._covariance = [[_UNCERTAIN if i == j else 0.0 for j in range(3)] for i in range(3)]
+        # Of a step, of 32 running sequences, of 128 prompt tokens, and of 1,024 tokens before each of those.
+        self._seconds = [0.0] * len(_SCALES)
+        self._covariance = [[_UNCERTAIN * (i == j) for j in range(len(_SCALES))] for i in range(len(_SCALES))]
         self._seen = 0
 
-    def observe(self, running: int, tokens: int, taken_s: float) -> None:
-        """Take in a step. running: sequences that got their next token. tokens: of prompts."""
-        a, b, c = inputs = 1.0, running / _SCALES[1], tokens / _SCALES[2]
+    def observe(self, running: int, tokens: int, attended: float, taken_s: float) -> None:
+        """Take in a step.
+
+        running: sequences that got their next token. tokens: of prompts. attended: see ``attended``, of all prompts.
+        """
+        inputs = tuple(map(truediv, (1.0, running, tokens, attended), _SCALES))
         expected_s = sum(map(mul, inputs, self._seconds))
         if self._seen >= _ENOUGH:
-            taken_s = min(taken_s, _OUTLIER * max(expected_s, taken_s / 10))
-        spread = [row[0] * a + row[1] * b + row[2] * c for row in self._covariance]
+            taken_s = min(taken_s, _OUTLIER * max(expected_s, taken_s / 30))
+        spread = [sum(map(mul, inputs, row)) for row in self._covariance]
         variance = 1 + sum(map(mul, inputs, spread))
         for i, (row, own) in enumerate(zip(self._covariance, spread, strict=True)):
             self._seconds[i] += own / variance * (taken_s - expected_s)
-            for j in range(3):
-                row[j] -= own * spread[j] / variance
+            for j, other in enumerate(spread):
+                row[j] -= own * other / variance
             row[i] += _DRIFT if row[i] < _UNCERTAIN else 0.0
         self._seen += 1
 
-    def tokens(self, running: int, waiting: int) -> int:
+    def tokens(self, running: int, waiting: int, begin: int) -> int:
         """Return the prompt tokens of the next step, a block at least.
 
         running: sequences whose next token the step makes; without any it is as long as it may be.
         waiting: prompts that are not read. The more of them wait for each running sequence, the longer is the step.
+        begin: tokens of the first of these prompts that were read: the more, the longer take those that follow.
         """
         room = max(BLOCK_TOKENS, self._most - running)
         if not running:
             return room
         if self._seen < _ENOUGH:
             return min(room, _UNKNOWN)
-        step_s, of_running_s, of_tokens_s = map(truediv, self._seconds, _SCALES)
+        step_s, of_running_s, of_token_s, of_attended_s = map(truediv, self._seconds, _SCALES)
         without_s = max(step_s + of_running_s * running, 1e-6)
         longer_s = (MAX_SLOWDOWN - 1 + waiting / running) * without_s
-        return int(min(max(longer_s / max(of_tokens_s, 1e-9), BLOCK_TOKENS), room))
+        # Noise may leave a part below 0, by which a prompt that is read farther must not seem cheaper.
+        first_s = max(of_token_s + begin * max(of_attended_s, 0.0), 1e-9)
+        # first_s × tokens + of_attended_s × tokens² / 2 = longer_s
+        root = math.sqrt(max(first_s * first_s + 2 * of_attended_s * longer_s, 0.0))
+        tokens = 2 * longer_s / (first_s + root)
+        return int(min(max(tokens, BLOCK_TOKENS), room))
+
+
+def attended(begin: int, tokens: int) -> float:
+    """Return how many tokens come before each of ``tokens`` of a prompt from ``begin`` on, summed."""
+    return tokens * (begin + tokens / 2)

@@ -30,7 +30,7 @@ from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
-from python_backends.cpu_engine.step_budget import StepBudget
+from python_backends.cpu_engine.step_budget import StepBudget, attended
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
@@ -71,7 +71,7 @@ class StepLoop:
         self._read_tokens: dict[int, int] = {}  # of each of those, in the prefix cache
         self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
         self._pieces = 0
-        self._prompt_tokens = 0  # of the next step
+        self._prompt_tokens, self._attended = 0, 0.0  # of the next step (step_budget)
         self._scheduled = 0  # requests in the last step
         self._cache_usage = 0.0  # of the fuller pipeline
 
@@ -94,11 +94,12 @@ class StepLoop:
 
     def _advance(self, start_ns: int) -> None:
         """Step once, and report."""
-        running, tokens, self._prompt_tokens = self._decoding(), self._prompt_tokens, 0
+        running, tokens, before = self._decoding(), self._prompt_tokens, self._attended
+        self._prompt_tokens, self._attended = 0, 0.0
         began_s = time.perf_counter()
         self._step(drafts=len(self._drafting) > 0, plain=self._plain() > 0)
         if self._step_budget is not None and self._plain() and not self._drafting:
-            self._step_budget.observe(running, tokens, time.perf_counter() - began_s)
+            self._step_budget.observe(running, tokens, before, time.perf_counter() - began_s)
         if self._piece is not None and self._piece.get_status() != genai.GenerationStatus.RUNNING:
             self._piece = None
             self._partial_blocks.end(_PIECE_IDS + self._pieces)
@@ -182,15 +183,20 @@ class StepLoop:
             return
         left = short = sys.maxsize
         if self._step_budget is not None:
-            left, short = self._step_budget.tokens(self._decoding(), len(self._prompts)), self._step_budget.short
+            begin = next(iter(self._read_tokens.values()), 0)
+            left = self._step_budget.tokens(self._decoding(), len(self._prompts), begin)
+            short = self._step_budget.short
         while self._prompts:
             id, (command, config) = next(iter(self._prompts.items()))
-            unread = command.input_ids.size - self._read_tokens[id]
-            if unread > max(left, short):
-                self._start_piece(command, max(0, left) // BLOCK_TOKENS * BLOCK_TOKENS)
+            read = self._read_tokens[id]
+            unread = command.input_ids.size - read
+            # The rest of a prompt that is read in pieces is the last of them, however short.
+            if unread > max(left, 0 if read > command.cached_tokens else short):
+                blocks = min(round(max(0, left) / BLOCK_TOKENS), (unread - 1) // BLOCK_TOKENS)
+                self._start_piece(command, blocks * BLOCK_TOKENS)
                 return
             del self._prompts[id], self._read_tokens[id]
-            self._prompt_tokens += unread
+            self._count(read, unread)
             left -= unread
             self._drafting.follow(command)
             self._start(self._pipeline, command, config)
@@ -199,13 +205,19 @@ class StepLoop:
         """Read further tokens of a prompt, whole blocks, into the prefix cache, where the sequence finds them."""
         if not tokens:
             return
+        begin = self._read_tokens[command.id]
         self._read_tokens[command.id] += tokens
-        ids = command.input_ids[: self._read_tokens[command.id]]
+        ids = command.input_ids[: begin + tokens]
         self._pieces += 1
         self._keep_apart(_PIECE_IDS + self._pieces, ids)
-        self._prompt_tokens += tokens
+        self._count(begin, tokens)
         config = generation_config(1, SamplingParams(top_k=1), frozenset())
         self._piece = self._pipeline.add_request(_PIECE_IDS + self._pieces, ov.Tensor(ids[None]), config)
+
+    def _count(self, begin: int, tokens: int) -> None:
+        """Add tokens of a prompt from ``begin`` on to those of the next step."""
+        self._prompt_tokens += tokens
+        self._attended += attended(begin, tokens)
 
     def _start(
         self, pipeline: genai.ContinuousBatchingPipeline, command: AddSequence, config: genai.GenerationConfig

@@ -6,58 +6,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.scheduling import MAX_SLOWDOWN
-from python_backends.cpu_engine.step_budget import StepBudget
+from python_backends.cpu_engine.step_budget import StepBudget, attended
 
 
-def fed(step_s, running_s, token_s, noise=0.0, most=512, steps=120):
+def fed(step_s, running_s, token_s, attended_s=0.0, noise=0.0, most=512, steps=120):
     """A budget that has seen steps of an engine with these times."""
     budget, chance = StepBudget(most), np.random.default_rng(0)
     for _ in range(steps):
         running, tokens = int(chance.integers(0, 33)), int(chance.choice([0, 0, 64, 128, 400]))
-        taken_s = step_s + running * running_s + tokens * token_s
-        budget.observe(running, tokens, taken_s * (1 + noise * chance.random()))
+        before = attended(int(chance.integers(0, 2000)), tokens)
+        taken_s = step_s + running * running_s + tokens * token_s + before * attended_s
+        budget.observe(running, tokens, before, taken_s * (1 + noise * chance.random()))
     return budget
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.floats(1e-3, 0.05), st.floats(1e-5, 2e-3), st.floats(5e-5, 2e-3))
-def test_a_step_that_reads_prompts_stays_within_its_bound(step_s, running_s, token_s):
-    tokens = fed(step_s, running_s, token_s).tokens(32, 0)
+@given(st.floats(1e-3, 0.05), st.floats(1e-5, 2e-3), st.floats(5e-5, 2e-3), st.floats(0, 1), st.integers(0, 8000))
+def test_a_step_that_reads_prompts_stays_within_its_bound(step_s, running_s, token_s, growing, begin):
+    """However far the prompt is read. growing: by which a token takes longer with 1,000 before it."""
+    attended_s = growing * token_s / 1000
+    tokens = fed(step_s, running_s, token_s, attended_s).tokens(32, 0, begin)
     without_s = step_s + 32 * running_s
+    slowdown = 1 + (tokens * token_s + attended(begin, tokens) * attended_s) / without_s
     assert 32 <= tokens <= 512 - 32
-    assert tokens == 32 or (without_s + tokens * token_s) / without_s < MAX_SLOWDOWN * 1.15
-    assert tokens == 480 or (without_s + tokens * token_s) / without_s > MAX_SLOWDOWN * 0.85 or tokens == 32
+    assert tokens == 32 or slowdown < MAX_SLOWDOWN * 1.15
+    assert tokens == 480 or slowdown > MAX_SLOWDOWN * 0.85 or tokens == 32
+
+
+def test_the_farther_a_prompt_is_read_the_fewer_tokens_a_step_reads_of_it():
+    budget = fed(0.01, 0.001, 0.0003, 0.0003 / 1000)
+    found = [budget.tokens(32, 0, begin) for begin in (0, 500, 1000, 2000, 4000)]
+    assert found == sorted(found, reverse=True) and found[0] > 1.5 * found[3]
 
 
 def test_the_more_prompts_wait_for_each_running_sequence_the_longer_is_a_step():
     budget = fed(0.01, 0.001, 0.0003)
-    found = [budget.tokens(16, waiting) for waiting in (0, 8, 16, 1000)]
+    found = [budget.tokens(16, waiting, 0) for waiting in (0, 8, 16, 1000)]
     assert found == sorted(found) and found[0] < found[2] and found[-1] == 512 - 16
-    assert budget.tokens(0, 1) == 512
+    assert budget.tokens(0, 1, 0) == 512
 
 
 def test_before_enough_steps_were_seen_a_piece_is_a_few_blocks():
     budget = StepBudget(512)
-    assert budget.tokens(4, 1) == 128 and budget.tokens(0, 1) == 512
-    assert StepBudget(64).tokens(60, 1) == 32  # a block at least, or prompts would never be read
+    assert budget.tokens(4, 1, 0) == 128 and budget.tokens(0, 1, 0) == 512
+    assert StepBudget(64).tokens(60, 1, 0) == 32  # a block at least, or prompts would never be read
 
 
 def test_steps_that_are_all_alike_and_one_that_waited_for_a_core_do_no_harm():
     budget = fed(0.01, 0.001, 0.0003, noise=0.1)
-    before = budget.tokens(32, 0)
-    budget.observe(32, 96, 5.0)
-    assert budget.tokens(32, 0) < 3 * before
+    before = budget.tokens(32, 0, 0)
+    budget.observe(32, 96, attended(0, 96), 5.0)
+    assert budget.tokens(32, 0, 0) < 3 * before
     for _ in range(20):
-        budget.observe(32, 0, 0.042)
-        budget.observe(32, 96, 0.042 + 96 * 0.0003)
-    assert budget.tokens(32, 0) == pytest.approx(before, rel=0.15)
+        budget.observe(32, 0, 0.0, 0.042)
+        budget.observe(32, 96, attended(0, 96), 0.042 + 96 * 0.0003)
+    assert budget.tokens(32, 0, 0) == pytest.approx(before, rel=0.15)
     for _ in range(5000):
-        budget.observe(32, 0, 0.042)
-    assert 32 <= budget.tokens(32, 0) <= 480 and np.isfinite(budget._covariance).all()
+        budget.observe(32, 0, 0.0, 0.042)
+    assert 32 <= budget.tokens(32, 0, 0) <= 480 and np.isfinite(budget._covariance).all()
     for _ in range(200):  # on a machine half as fast, the ratio is what it was
-        budget.observe(32, 0, 0.084)
-        budget.observe(32, 96, 0.084 + 96 * 0.0006)
-    assert budget.tokens(32, 0) == pytest.approx((MAX_SLOWDOWN - 1) * 0.084 / 0.0006, rel=0.1)
+        budget.observe(32, 0, 0.0, 0.084)
+        budget.observe(32, 96, attended(0, 96), 0.084 + 96 * 0.0006)
+    assert budget.tokens(32, 0, 0) == pytest.approx((MAX_SLOWDOWN - 1) * 0.084 / 0.0006, rel=0.1)
 
 
 def test_a_short_prompt_is_never_longer_than_a_step():
