@@ -396,6 +396,10 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     def reading(from_s: float, to_s: float) -> int:
         return sum(begin_s < to_s and first_s > from_s for begin_s, first_s, _ in spans)
 
+    def disturbed(from_s: float, to_s: float) -> bool:
+        """Whether a request began meanwhile: the model counts what that takes of the cores by itself."""
+        return any(record.sent_s < to_s and record.messages[0][0] > from_s for _, _, record in spans)
+
     def drafts_of(streams: int) -> int:
         return step_draft_tokens(model.draft_tokens, streams) if streams <= drafts_up_to else 0
 
@@ -405,7 +409,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
             drafted = streams <= drafts_up_to
             if drafted and (streams > 1 or not 1 < tokens <= 1 + model.draft_tokens):
                 continue
-            if streams == decoding_at(to_s) and not reading(from_s, to_s):
+            if streams == decoding_at(to_s) and not disturbed(from_s, to_s):
                 own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafts_of(streams))
                 level = DRAFTED_ALONE if drafted else round(math.log2(streams))
                 decoded.setdefault(level, []).append((to_s - from_s - model.sent_s(streams), own_s))
@@ -426,20 +430,20 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     if levels or drafted_alone:
         terms = _refitted(model, each, factor, drafted_alone)
     found = dataclasses.replace(model, **terms)
-    prompted = list[float]()
+    prompted = list[tuple[float, float]]()
     for n, took_s, tokens in steps:
         without_s, with_s = (found.engine_s(n, n * each, part, drafts_of(n)) for part in (0, tokens))
         if n and with_s > without_s:
-            prompted.append((took_s - without_s - found.sent_s(n)) / (with_s - without_s))
-    # Percentiles, since a step beside something else that the machine does tells nothing.
-    prompts = _within(statistics.median(prompted)) if prompted else 1.0
+            prompted.append((took_s - without_s - found.sent_s(n), with_s - without_s))
+    prompts = _ratio(prompted) if prompted else 1.0
     terms |= {name: value * prompts for name, value in model.terms.items() if name in PROMPTS}
     found = dataclasses.replace(model, **terms)
     later = [(n, took_s, found.seconds(n, n * each, tokens, drafts_of(n))) for n, took_s, tokens in steps]
+    # Percentiles, since a step beside something else that the machine does tells nothing.
     if len(alone_s) >= PROBES:
         terms["request_s"] = statistics.median(alone_s)
         terms["idle_s"] = max(0.0, statistics.median(took_s - whole_s for n, took_s, whole_s in later if not n))
-    logs = [math.log(took_s / (whole_s + (not n) * terms.get("idle_s", 0.0))) for n, took_s, whole_s in later]
+    logs = [math.log(took_s / (whole_s + (not n) * terms.get("idle_s", model.idle_s))) for n, took_s, whole_s in later]
     if len(logs) >= PROBES:
         low, high = np.percentile(logs, [16, 84])
         terms["spread"] = float(high - low) / 2
@@ -455,7 +459,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
 
 def _ratio(gaps: list[tuple[float, float]]) -> float:
     """Return what gaps took over what they take by the model, without those beside something else of the machine."""
-    longest = 3 * statistics.median(took_s / model_s for took_s, model_s in gaps)
+    longest = 3 * max(LEAST, statistics.median(took_s / model_s for took_s, model_s in gaps))
     kept = [(took_s, model_s) for took_s, model_s in gaps if took_s <= longest * model_s]
     return _within(sum(took_s for took_s, _ in kept) / sum(model_s for _, model_s in kept))
 
@@ -477,7 +481,7 @@ def _refitted(
                 seconds = (drafted or factor(streams)) * model.engine_s(streams, streams * each, 0, drafts)
                 points.append(Point(streams, streams * each, 0, seconds, drafts))
     terms, _, _ = step_model.fit(points)
-    return {name: value for name, value in terms.items() if name not in PROMPTS}
+    return {name: value for name, value in terms.items() if name not in (*PROMPTS, "idle_s")}
 
 
 def _within(factor: float) -> float:
@@ -497,14 +501,19 @@ async def _served(model: StepModel, engine: EngineManifest, target: Target, prom
 
 
 def error_percent(model: StepModel, point: Point) -> float:
-    return 100 * abs(model.seconds(*point.work) / point.seconds - 1)
+    return 100 * abs(_seconds(model, point) / point.seconds - 1)
+
+
+def _seconds(model: StepModel, point: Point) -> float:
+    """Return the seconds of a trial's step; prompts alone are sent after a pause."""
+    return model.seconds(*point.work) + (0.0 if point.sequences else model.idle_s)
 
 
 def described(model: StepModel, outcomes: list[Outcome]) -> str:
     """Return the points beside the model, and the model, for people."""
     rows = []
     for point in sorted((outcome.point for outcome in outcomes), key=lambda p: (p.prefill_tokens > 0, p.sequences)):
-        found, cells = model.seconds(*point.work), tuple(map(round, point.work))
+        found, cells = _seconds(model, point), tuple(map(round, point.work))
         rows.append((*cells, report.ms(point.seconds), report.ms(found), f"{100 * (found / point.seconds - 1):+.0f} %"))
     terms = ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.TERMS)
     return (

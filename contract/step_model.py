@@ -301,8 +301,9 @@ def of_engine(folder: Path) -> StepModel:
 def fit(points: Sequence[Point], sent_s: Sequence[float] = ()) -> tuple[dict[str, float], float, float]:
     """Fit the terms of a StepModel: least squares of the relative errors, no coefficient below 0. Needs numpy.
 
+    points: those of no sequences were measured after a pause.
     sent_s: of each point's seconds, what was spent on sending; none by default.
-    Returns the terms by name, and the 50th and 95th percentile of the points' errors in per cent.
+    Returns the terms by name, with idle_s, and the 50th and 95th percentile of the points' errors in per cent.
     Raises InvalidArgument: too few points, or seconds that are not above 0.
     """
     import numpy as np  # clients read models without it
@@ -312,23 +313,25 @@ def fit(points: Sequence[Point], sent_s: Sequence[float] = ()) -> tuple[dict[str
     if wrong := [point for point in points if not 0 < point.seconds < math.inf]:
         raise InvalidArgument("seconds", f"must be above 0, got {wrong[0]}")
     seconds = np.array([point.seconds for point in points])
-    rows = [_features(*point.work) for point in points]
+    # Last, so that where no prompt was measured beside sequences prefill_s is found instead, which holds as much.
+    names = (*TERMS, "idle_s")
+    rows = [(*_features(*point.work), float(not point.sequences)) for point in points]
     relative = np.array(rows) / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
     own = 1 - np.array(sent_s or [0.0] * len(points)) / seconds
-    usable = [term for term in range(len(TERMS)) if scale[term] > 0]
-    best, least = np.zeros(len(TERMS)), math.inf
+    usable = [term for term in range(len(names)) if scale[term] > 0]
+    best, least = np.zeros(len(names)), math.inf
     # The best of all subsets whose solution has no negative part: with so few terms the exact answer is the simple one.
     for count in range(1, len(usable) + 1):
         for subset in map(list, itertools.combinations(usable, count)):
             found, *_ = np.linalg.lstsq(relative[:, subset] / scale[subset], own, rcond=None)
             missed = float(((relative[:, subset] / scale[subset] @ found - own) ** 2).sum())
             if found.min() >= 0 and missed < least * (1 - 1e-9):
-                best, least = np.zeros(len(TERMS)), missed
+                best, least = np.zeros(len(names)), missed
                 best[subset] = found / scale[subset]
     errors = 100 * np.abs(relative @ best - own)
     p50, p95 = (float(value) for value in np.percentile(errors, [50, 95]))
-    return dict(zip(TERMS, map(float, best), strict=True)), p50, p95
+    return dict(zip(names, map(float, best), strict=True)), p50, p95
 
 
 def texts(acceptance: Any) -> Any:

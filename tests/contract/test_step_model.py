@@ -98,6 +98,25 @@ def test_sending_is_fitted_apart_from_the_engine():
     assert p95 < 0.1 and terms["sequence_s"] == pytest.approx(CORES.sequence_s, rel=0.01)
 
 
+@settings(max_examples=10)
+@given(models(), st.floats(0.001, 0.1))
+def test_prompts_alone_meet_an_idle_engine_which_their_terms_do_not_hold(model, idle_s):
+    beside = [(n, n * c, p) for n in (1, 4, 8, 64) for c in (32, 900) for p in (0, 64, 150, 400)]
+    points = [Point(*step, model.seconds(*step)) for step in beside]
+    points += [Point(0, 0, p, model.seconds(0, 0, p) + idle_s) for p in (64, 150, 400)]
+    terms, _, p95 = step_model.fit(points)
+    assert p95 < 0.1 and terms["idle_s"] == pytest.approx(idle_s, rel=0.05, abs=1e-3)
+    found = dataclasses.replace(model, **terms)
+    assert found.seconds(16, 500, 100) == pytest.approx(model.seconds(16, 500, 100), rel=0.02)
+
+
+def test_prompts_measured_alone_only_keep_what_all_of_them_take():
+    points = [Point(n, 32 * n, 0, SOME.seconds(n, 32 * n, 0)) for n in (1, 2, 8, 64)]
+    points += [Point(0, 0, p, SOME.seconds(0, 0, p)) for p in (64, 150, 400)]
+    terms, *_ = step_model.fit(points)
+    assert terms["idle_s"] == 0 and terms["prefill_s"] > 0
+
+
 def test_steps_with_drafts_are_fitted_apart_from_those_without():
     drafting = dataclasses.replace(SOME, draft_s=0.001, draft_token_s=0.0005)
     work = [(n, n * c, p, 0) for n in (1, 2, 4, 16) for c in (32, 900) for p in (0, 64)]
