@@ -396,8 +396,8 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     def reading(from_s: float, to_s: float) -> int:
         return sum(begin_s < to_s and first_s > from_s for begin_s, first_s, _ in spans)
 
-    def disturbed(from_s: float, to_s: float) -> bool:
-        """Whether a request began meanwhile: the model counts what that takes of the cores by itself."""
+    def waits_for_first_token(from_s: float, to_s: float) -> bool:
+        """Whether any request did meanwhile: the model counts by itself what that takes of the cores."""
         return any(record.sent_s < to_s and record.messages[0][0] > from_s for _, _, record in spans)
 
     def drafts_of(streams: int) -> int:
@@ -409,7 +409,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
             drafted = streams <= drafts_up_to
             if drafted and (streams > 1 or not 1 < tokens <= 1 + model.draft_tokens):
                 continue
-            if streams == decoding_at(to_s) and not disturbed(from_s, to_s):
+            if streams == decoding_at(to_s) and not waits_for_first_token(from_s, to_s):
                 own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafts_of(streams))
                 level = DRAFTED_ALONE if drafted else round(math.log2(streams))
                 decoded.setdefault(level, []).append((to_s - from_s - model.sent_s(streams), own_s))

@@ -16,6 +16,7 @@ _ENOUGH = 8  # steps
 _DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
 _UNCERTAIN = 100.0  # the variance of a coefficient before the first step, and at most
 _OUTLIER = 1.5  # times what was expected: the process waited for a core
+_LEAST_PART = 30  # of what a step took is expected at least, so that a fit that is far off recovers
 _SCALES = (1.0, 32.0, 128.0, 128.0 * 1024)  # so that all coefficients are of one size
 
 
@@ -43,7 +44,7 @@ class StepBudget:
         inputs = tuple(map(truediv, (1.0, running, tokens, attended), _SCALES))
         expected_s = sum(map(mul, inputs, self._seconds))
         if self._seen >= _ENOUGH:
-            taken_s = min(taken_s, _OUTLIER * max(expected_s, taken_s / 30))
+            taken_s = min(taken_s, _OUTLIER * max(expected_s, taken_s / _LEAST_PART))
         spread = [sum(map(mul, inputs, row)) for row in self._covariance]
         variance = 1 + sum(map(mul, inputs, spread))
         for i, (row, own) in enumerate(zip(self._covariance, spread, strict=True)):
@@ -77,5 +78,5 @@ class StepBudget:
 
 
 def attended(begin: int, tokens: int) -> float:
-    """Return how many tokens come before each of ``tokens`` of a prompt from ``begin`` on, summed."""
+    """Return how many earlier tokens each of ``tokens`` prompt tokens from position ``begin`` on attends to, summed."""
     return tokens * (begin + tokens / 2)

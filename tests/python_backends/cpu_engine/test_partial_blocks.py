@@ -155,11 +155,11 @@ class Schedule:
             if output.event.last:
                 self.live.discard(output.id)
 
-    def run(self, folder) -> Schedule:
+    def run(self, folder, budget: StepBudget | None = None) -> Schedule:
         manifest = manifests.load(folder)
         pipeline, most = open_pipeline(folder, manifest), EngineLimits.from_manifest(manifest).kv_cache_blocks
         scores = TopLogProbsModel(folder / "openvino_model.xml", manifest.properties)
-        drafting, budget = open_drafting(folder, manifest), StepBudget(manifest.max_num_tokens)
+        drafting, budget = open_drafting(folder, manifest), budget or StepBudget(manifest.max_num_tokens)
         with contextlib.suppress(EOFError):
             StepLoop(pipeline, scores, self, drafting, PartialBlocks(most), budget).run()
         return self

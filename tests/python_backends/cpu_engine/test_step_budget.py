@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.scheduling import MAX_SLOWDOWN
+from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN
 from python_backends.cpu_engine.step_budget import StepBudget, attended
+from tests.python_backends.cpu_engine.test_partial_blocks import Schedule, sequence, undisturbed
 
 
 def fed(step_s, running_s, token_s, attended_s=0.0, noise=0.0, most=512, steps=120):
@@ -72,3 +73,30 @@ def test_steps_that_are_all_alike_and_one_that_waited_for_a_core_do_no_harm():
 
 def test_a_short_prompt_is_never_longer_than_a_step():
     assert StepBudget(64).short == 64 and StepBudget(2048).short == 256
+
+
+class OneBlock(StepBudget):
+    """Gives every step one block, and keeps what the steps read."""
+
+    def __init__(self, short: int) -> None:
+        super().__init__(512)
+        self.short, self.read = short, list[tuple[int, float]]()
+
+    def tokens(self, running: int, waiting: int, begin: int) -> int:
+        return BLOCK_TOKENS
+
+    def observe(self, running: int, tokens: int, attended: float, taken_s: float) -> None:
+        self.read += [(tokens, attended)] if tokens else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [65, 95, 96, 100])
+def test_the_last_piece_of_a_prompt_is_no_larger_than_the_others(triton_types, tiny_engine, length):
+    """Also where fewer tokens are left than a short prompt has, which is read whole."""
+    prompt, budget = [7 * n % 256 for n in range(length)], OneBlock(short=64)
+    commands = iter([[sequence(1, prompt, 4)]])
+    schedule = Schedule(lambda schedule: next(commands, None)).run(tiny_engine, budget)
+    assert schedule.generated[1] == undisturbed(tiny_engine, prompt, 4)
+    begins = range(0, length, BLOCK_TOKENS)
+    pieces = [(begin, min(BLOCK_TOKENS, length - begin)) for begin in begins]
+    assert budget.read == [(tokens, attended(begin, tokens)) for begin, tokens in pieces]
