@@ -178,7 +178,7 @@ class StepLoop:
         self._without_token[command.id] = command.input_ids.size
 
     def _start_prompts(self) -> None:
-        """Start the prompts that the next step reads to their ends, and a piece of the one that it does not."""
+        """Start the prompts that the next step reads to their ends, and a piece of the first one that it does not."""
         if self._piece is not None:
             return
         left = short = sys.maxsize
@@ -186,20 +186,25 @@ class StepLoop:
             begin = next(iter(self._read_tokens.values()), 0)
             left = self._step_budget.tokens(self._decoding(), len(self._prompts), begin)
             short = self._step_budget.short
-        while self._prompts:
-            id, (command, config) = next(iter(self._prompts.items()))
+        long = None
+        for id, (command, config) in list(self._prompts.items()):
             read = self._read_tokens[id]
             unread = command.input_ids.size - read
-            # The rest of a prompt that is read in pieces is the last of them, however short.
-            if unread > max(left, 0 if read > command.cached_tokens else short):
-                blocks = min(round(max(0, left) / BLOCK_TOKENS), (unread - 1) // BLOCK_TOKENS)
-                self._start_piece(command, blocks * BLOCK_TOKENS)
-                return
+            # Short prompts do not wait for long ones before them. The rest of one that is read in pieces is the last of
+            # them, however short.
+            whole = 0 if read > command.cached_tokens else short
+            if unread > (whole if long is not None else max(left, whole)):
+                long = long or command
+                continue
             del self._prompts[id], self._read_tokens[id]
             self._count(read, unread)
             left -= unread
             self._drafting.follow(command)
             self._start(self._pipeline, command, config)
+        if long is not None:
+            unread = long.input_ids.size - self._read_tokens[long.id]
+            blocks = min(max(1, round(left / BLOCK_TOKENS)), (unread - 1) // BLOCK_TOKENS)
+            self._start_piece(long, blocks * BLOCK_TOKENS)
 
     def _start_piece(self, command: AddSequence, tokens: int) -> None:
         """Read further tokens of a prompt, whole blocks, into the prefix cache, where the sequence finds them."""

@@ -100,3 +100,15 @@ def test_the_last_piece_of_a_prompt_is_no_larger_than_the_others(triton_types, t
     begins = range(0, length, BLOCK_TOKENS)
     pieces = [(begin, min(BLOCK_TOKENS, length - begin)) for begin in begins]
     assert budget.read == [(tokens, attended(begin, tokens)) for begin, tokens in pieces]
+
+
+@pytest.mark.slow
+def test_a_short_prompt_does_not_wait_for_a_long_one_before_it(triton_types, tiny_engine):
+    """The long one gets a block of each step all the same, and both texts are the undisturbed ones."""
+    long, short = [7 * n % 256 for n in range(200)], [5 * n % 256 for n in range(40)]
+    budget, commands = OneBlock(short=64), iter([[sequence(1, long, 4)], [sequence(2, short, 4)]])
+    schedule = Schedule(lambda schedule: next(commands, None)).run(tiny_engine, budget)
+    assert schedule.generated[1] == undisturbed(tiny_engine, long, 4)
+    assert schedule.generated[2] == undisturbed(tiny_engine, short, 4)
+    tokens = [tokens for tokens, _ in budget.read]
+    assert tokens == [BLOCK_TOKENS, BLOCK_TOKENS + len(short), *[BLOCK_TOKENS] * 4, len(long) - 6 * BLOCK_TOKENS]
