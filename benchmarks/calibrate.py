@@ -136,6 +136,7 @@ class Experiment:
         self._engine, self._key, self._target, self._prompts, self._path = engine, key, target, prompts, path
         self.drafted: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self._rng = random.Random(time.time_ns())  # no prompt may be in the prefix cache from an earlier run
+        self._texts = random.Random(1)  # the same in every run: what engines accept differs much between few texts
         self._number = 0
         self.left_out: set[Trial] = set()  # whose streams have to be longer than the engine allows
         self.outcomes = self._read()
@@ -216,7 +217,9 @@ class Experiment:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
                 break
             before = self.drafted()
-            records = await asyncio.gather(*(self._send(trial.prompt, tokens) for _ in range(trial.sequences)))
+            records = await asyncio.gather(
+                *(self._send(trial.prompt, tokens, rng=self._texts) for _ in range(trial.sequences))
+            )
             await asyncio.sleep(2 * PAUSE_S)  # the metrics are told ten times a second
             steps, accepted = (now - then for now, then in zip(self.drafted(), before, strict=True))
             per_step = 1 + accepted / max(1, steps)
@@ -275,9 +278,11 @@ class Experiment:
                     task.result()
             await asyncio.sleep(0.01)
 
-    async def _send(self, prompt: int, tokens: int, record: Record | None = None) -> Record:
+    async def _send(
+        self, prompt: int, tokens: int, record: Record | None = None, rng: random.Random | None = None
+    ) -> Record:
         self._number += 1
-        text = self._prompts.text(self._rng, prompt)
+        text = self._prompts.text(rng or self._rng, prompt)
         record = record or Record(self._number, time.monotonic())
         record.sent_s = time.monotonic()
         await self._target.send(PlannedRequest(self._number, text, tokens), record)
@@ -430,12 +435,9 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     if levels or drafted_alone:
         terms = _refitted(model, each, factor, drafted_alone)
     found = dataclasses.replace(model, **terms)
-    prompted = list[tuple[float, float]]()
-    for n, took_s, tokens in steps:
-        without_s, with_s = (found.engine_s(n, n * each, part, drafts_of(n)) for part in (0, tokens))
-        if n and with_s > without_s:
-            prompted.append((took_s - without_s - found.sent_s(n), with_s - without_s))
-    prompts = _ratio(prompted) if prompted else 1.0
+    prompts = _prompts_factor(
+        found, [Point(n, n * each, tokens, took_s, drafts_of(n)) for n, took_s, tokens in steps if n]
+    )
     terms |= {name: value * prompts for name, value in model.terms.items() if name in PROMPTS}
     found = dataclasses.replace(model, **terms)
     later = [(n, took_s, found.seconds(n, n * each, tokens, drafts_of(n))) for n, took_s, tokens in steps]
@@ -462,6 +464,31 @@ def _ratio(gaps: list[tuple[float, float]]) -> float:
     longest = 3 * max(LEAST, statistics.median(took_s / model_s for took_s, model_s in gaps))
     kept = [(took_s, model_s) for took_s, model_s in gaps if took_s <= longest * model_s]
     return _within(sum(took_s for took_s, _ in kept) / sum(model_s for _, model_s in kept))
+
+
+def _prompts_factor(model: StepModel, steps: Sequence[Point]) -> float:
+    """Return how many times what the model says prompts take that steps beside streams show.
+
+    Every number of streams counts as much as another: of a closed loop there are many more steps than of few streams.
+    """
+    levels: dict[int, list[Point]] = {}
+    for step in steps:
+        levels.setdefault(round(math.log2(step.sequences)), []).append(step)
+    known = [of for of in levels.values() if len(of) >= PROBES]
+
+    def too_short(factor: float) -> bool:
+        terms: dict[str, Any] = {name: factor * value for name, value in model.terms.items() if name in PROMPTS}
+        scaled = dataclasses.replace(model, **terms)
+        missed = (statistics.median(math.log(step.seconds / scaled.seconds(*step.work)) for step in of) for of in known)
+        return statistics.mean(missed) > 0
+
+    if not known:
+        return 1.0
+    low, high = LEAST, MOST
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_short(middle) else (low, middle)
+    return (low + high) / 2
 
 
 def _refitted(

@@ -292,6 +292,33 @@ def test_steps_in_service_are_known_by_how_many_streams_they_have(factors):
             assert ratio == pytest.approx(known[0])
 
 
+@given(st.floats(0.55, 1.95), st.integers(3, 300))
+def test_prompts_beside_streams_are_as_long_as_with_the_sending_that_the_model_counts(factor, many):
+    """Tokens are sent once in a window, not after every step; and many steps beside 32 streams do not decide alone."""
+    model = dataclasses.replace(SOME, cores=2, burst_cpu_s=0.0004, message_cpu_s=0.0005)
+    longer = {name: factor * getattr(model, name) for name in calibrate.PROMPTS}
+    served = dataclasses.replace(model, **longer)
+    work = [(n, 80.0 * n, tokens) for n in (1, 4) for tokens in (20, 60, 90)]
+    steps = [Point(*one, served.seconds(*one)) for one in work]
+    assert calibrate._prompts_factor(model, steps) == pytest.approx(factor, abs=1e-3)
+    slower = [Point(32, 2560.0, 60, 1.2 * served.seconds(32, 2560.0, 60))] * many
+    assert calibrate._prompts_factor(model, steps + slower) == calibrate._prompts_factor(model, steps + slower[:3])
+
+
+def test_texts_whose_acceptance_is_measured_are_the_same_in_every_run(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(calibrate, "TEXTS", 3)
+
+    def texts(path):
+        target = Scripted(SOME)
+        experiment = Experiment(small(drafts=4), KEY, target, Words(), path)
+        experiment.drafted = lambda: (float(len(target.requests)), 0.0)
+        asyncio.run(experiment.run([Trial(1, 32, 0, 4)], 1, time.monotonic() + 60))
+        return [request.prompt for request in target.requests]
+
+    first = texts(tmp_path / "first")
+    assert len(set(first)) > 1 and texts(tmp_path / "second") == first
+
+
 def test_a_step_beside_something_else_of_the_machine_tells_nothing():
     gaps = [(1.1, 1.0)] * 30
     assert calibrate._ratio([*gaps, (50.0, 1.0), (90.0, 1.0)]) == pytest.approx(1.1)
