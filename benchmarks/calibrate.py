@@ -467,9 +467,13 @@ def _ratio(gaps: list[tuple[float, float]]) -> float:
 
 
 def _prompts_factor(model: StepModel, steps: Sequence[Point]) -> float:
-    """Return how many times what the model says prompts take that steps beside streams show.
+    """Return the factor of the model's prompt terms at which it agrees with the measured steps, from LEAST to MOST.
 
-    Every number of streams counts as much as another: of a closed loop there are many more steps than of few streams.
+    It agrees when the median errors (logarithms), one for each number of streams in powers of two, have a mean of 0:
+    a closed loop makes many more steps than few streams do and would decide alone. Medians leave out what other work on
+    the machine stretches. 1 where no number of streams has ``PROBES`` steps.
+
+    steps: with a prompt beside streams.
     """
     levels: dict[int, list[Point]] = {}
     for step in steps:
