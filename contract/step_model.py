@@ -34,6 +34,7 @@ FEW = 8  # sequences beyond the first ones share what a step reads of the weight
 # Tokens of all streams are sent together, once in a window. The engine's own follows what a response costs
 # (python_backends/cpu_engine/coalescing_window.py); this one, by the streams alone, stands for it.
 WINDOW_S, COMFORT_S, STREAM_S = 0.004, 0.018, 0.0011
+ROUND_OFF = 1e-18  # of a sum of squared relative errors: processors differ in the last bits of an exact answer
 _PART = 0.45  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 64
 
 
@@ -326,7 +327,7 @@ def fit(points: Sequence[Point], sent_s: Sequence[float] = ()) -> tuple[dict[str
         for subset in map(list, itertools.combinations(usable, count)):
             found, *_ = np.linalg.lstsq(relative[:, subset] / scale[subset], own, rcond=None)
             missed = float(((relative[:, subset] / scale[subset] @ found - own) ** 2).sum())
-            if found.min() >= 0 and missed < least * (1 - 1e-9):
+            if found.min() >= 0 and missed < least * (1 - 1e-9) - ROUND_OFF:
                 best, least = np.zeros(len(names)), missed
                 best[subset] = found / scale[subset]
     errors = 100 * np.abs(relative @ best - own)
