@@ -30,6 +30,7 @@ from benchmarks import (
     prefix,
     prompts,
     report,
+    speed,
     start,
     suite,
     textbook_cost,
@@ -219,6 +220,8 @@ def parser() -> argparse.ArgumentParser:
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
     limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "out": None}
     command("calibrate", run_calibrate, about, **_SERVER, **limits)
+    about = "how many times as long as when it was calibrated an engine's steps take"
+    command("speed", run_speed, about, **_SERVER, out=None)
     command(
         "textbook",
         lambda a: textbook_cost.run(a.engine, a.step_ms, a.concurrency, a.tokens, a.rounds, _folder(a, "textbook")),
@@ -283,6 +286,11 @@ def parser() -> argparse.ArgumentParser:
 def run_calibrate(arguments: argparse.Namespace) -> int:
     with _server(arguments) as server:
         return calibrate.run(server, arguments.rounds, arguments.seconds, arguments.out)
+
+
+def run_speed(arguments: argparse.Namespace) -> int:
+    with _server(arguments) as server:
+        return speed.run(server, _folder(arguments, "speed"))
 
 
 def run_cancel(arguments: argparse.Namespace) -> int:

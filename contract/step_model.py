@@ -22,8 +22,9 @@ from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 FILE_NAME = "step_model.json"
-# 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance.
-FORMAT = 4
+# 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
+# reference_s.
+FORMAT = 5
 METRIC = "trident_engine_step_seconds"  # a gauge for each name of ``StepModel.exported``, label "term"
 MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
 # Positions in an answer from which each number of a text's acceptance holds: most texts begin to repeat themselves.
@@ -34,6 +35,7 @@ FEW = 8  # sequences beyond the first ones share what a step reads of the weight
 # Tokens of all streams are sent together, once in a window. The engine's own follows what a response costs
 # (python_backends/cpu_engine/coalescing_window.py); this one, by the streams alone, stands for it.
 WINDOW_S, COMFORT_S, STREAM_S = 0.004, 0.018, 0.0011
+DRIFT = 0.15  # more or less than 1 times what they took when calibrated: forecasts by the model tell nothing
 ROUND_OFF = 1e-18  # of a sum of squared relative errors: processors differ in the last bits of an exact answer
 _PART = 0.45  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 64
 
@@ -67,6 +69,7 @@ class StepModel:
     request_s: seconds until a request's first token that no step takes: transport, tokenizer, detokenizer.
     idle_s: by which the first step after a pause is longer.
     spread: standard deviation of the logarithm of the time of a step with prompts, in service.
+    reference_s: geometric mean of a few trials' steps, which tell later how fast the machine is then; 0 of an estimate.
     step_s: of every step. first_sequence_s: for each of the first ``FEW`` sequences. sequence_s: for every sequence.
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.
@@ -102,6 +105,7 @@ class StepModel:
     request_s: float = 0.0
     idle_s: float = 0.0
     spread: float = 0.0
+    reference_s: float = 0.0
     cores: int = 0
     request_cpu_s: float = 0.0
     burst_cpu_s: float = 0.0
@@ -357,6 +361,16 @@ def tokens_per_step(acceptance: float, draft_tokens: int) -> float:
     return sum(acceptance**nth for nth in range(draft_tokens + 1))
 
 
+def drifted(steps_take: float) -> bool:
+    """Whether steps take so many times what they took when calibrated that forecasts are not compared by them."""
+    return abs(steps_take - 1) > DRIFT
+
+
+def described_drift(steps_take: float) -> str:
+    again = ": calibrate again, forecasts are of another speed" if drifted(steps_take) else ""
+    return f"steps take {steps_take:.2f} times what they took when the engine was calibrated{again}"
+
+
 def processor() -> str:
     """Return the name of this machine's processor."""
     try:
@@ -388,6 +402,7 @@ _NUMBERS = (
     "request_s",
     "idle_s",
     "spread",
+    "reference_s",
     "points",
     "error_p50_percent",
     "error_p95_percent",

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import generator_processes, machine, report, self_check
+from benchmarks import generator_processes, machine, report, self_check, speed
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent
 from benchmarks.gateway import contenders
@@ -67,6 +67,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     errors: dict[str, list[float]] = {}
     with TemporaryDirectory() as logs, running_server(engine) as server:
         settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
+        ratios = [speed.steps_take(server)]
         with contenders.gateway(server.url, Path(logs), settings=settings) as gateway:
             for nth, part in enumerate((LOADS[-1], *LOADS)):
                 # Prompts of another load would be in the prefix cache.
@@ -89,8 +90,11 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                         errors[f"{what}_p{q}_error"] = [*errors.get(f"{what}_p{q}_error", []), error]
                         load = f"{part:.0%}, {len(real)} requests"
                         rows.append((f"{load}: {what} p{q}", ms(measured), ms(forecast), share(error)))
+        ratios.append(speed.steps_take(server))
+    steps_take = max(ratios, key=lambda ratio: abs(ratio - 1))
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
+    print(f"  {step_model.described_drift(steps_take)}")
     print(table(rows, ("load", "measured, ms", "simulated, ms", "error")))
     worst = {name: max(values, key=abs) for name, values in errors.items()}
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
@@ -100,6 +104,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
         "seconds": seconds,
         "loads": list(LOADS),
         "others": round(others, 4),
+        "steps_take": round(steps_take, 3),  # times what they took when the engine was calibrated
         "tokens_per_step": round(kind.step.tokens_per_step, 2),  # of a sequence alone, by the calibration's texts
     }
     for what, goal in GOALS.items():
@@ -109,9 +114,14 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
 
 
 def keep(engine: str, found: dict[str, Any]) -> None:
-    """Keep what was found, for the forecasts to come. Raises Unavailable if other processes took too much meanwhile."""
+    """Keep what was found, for the forecasts to come.
+
+    Raises Unavailable: other processes took too much meanwhile, or the machine is not as fast as when calibrated.
+    """
     if found["others"] > self_check.OTHERS_SHARE:
         raise Unavailable(f"nothing is kept: other processes used {found['others']:.0%} of the machine")
+    if step_model.drifted(found["steps_take"]):
+        raise Unavailable(f"nothing is kept: {step_model.described_drift(found['steps_take'])}")
     compared = json.loads(KNOWN.read_text("utf-8")) if KNOWN.exists() else {}
     KNOWN.write_text(json.dumps({**compared, engine: found}, indent=2, sort_keys=True) + "\n", "utf-8")
 

@@ -4,7 +4,8 @@
 
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
 sequences. The requests of an open load are written as a trace, which the bench replays. The largest errors are kept
-beside the step model, and told with every plan that it makes, unless other processes used the machine meanwhile.
+beside the step model, and told with every plan that it makes, unless other processes used the machine meanwhile or its
+speed is another than when the engine was calibrated: steps are measured before and after.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cluster.plan.planner import CHECKED, kind_of, load_of, operating_point
 from cluster.plan.replica import Forecast, closed_loop, figures, serve
 from cluster.plan.scenario import Scenario
 from contract.errors import EngineFailed, InvalidArgument
+from contract.step_model import described_drift, drifted
 
 PARTS = (0.3, 0.6, 0.9)
 SECONDS, WARMUP_S = 24.0, 4.0
@@ -32,13 +35,16 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s"
 
 @dataclass(frozen=True)
 class Compared:
-    """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile."""
+    """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile.
+    steps_take: times what steps took when the engine was calibrated, before and after all loads; the one farther off.
+    """
 
     load: str
     forecast: dict[str, float]
     measured: dict[str, float]
     failed: int
     others: float
+    steps_take: float = 1.0
 
 
 def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compared]:
@@ -59,6 +65,7 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     timing = ["--duration", f"{seconds}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
     found, end_s = [], WARMUP_S + seconds
     with tempfile.TemporaryDirectory() as folder:
+        before = _steps_take(given.engine, folder)
         for part in PARTS:
             per_s, trace = part * rate, Path(folder) / f"{part:g}.jsonl"
             requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
@@ -76,13 +83,15 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
                 size = getattr(given.classes[0], name)
                 options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
             found.append(_compared(f"{clients} clients", expected, options, folder))
+        steps_take = max(before, _steps_take(given.engine, folder), key=lambda ratio: abs(ratio - 1))
+    found = [replace(one, steps_take=steps_take) for one in found]
     keep(Path(given.engine), replica.step.made, found)
     return found
 
 
 def keep(folder: Path, made: str, found: list[Compared]) -> None:
     """Keep the largest error of each figure for the plans of a step model, if nothing disturbed. made: its instant."""
-    if any(one.others > QUIET or one.failed for one in found):
+    if any(one.others > QUIET or one.failed or drifted(one.steps_take) for one in found):
         return
     parts = {
         name: [one.forecast[name] / one.measured[name] - 1 for one in found if one.measured[name]] for name in FIGURES
@@ -92,17 +101,26 @@ def keep(folder: Path, made: str, found: list[Compared]) -> None:
 
 
 def _compared(load: str, expected: Forecast, options: list[str], folder: str) -> Compared:
-    command = [sys.executable, "-m", "benchmarks", "run", *options, "--out", folder]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode not in (0, 3):  # 3: a self-check failed; the figures are there
-        raise EngineFailed(f"{' '.join(command)}: {ended.stderr.strip()[-2000:]}")
-    [result] = json.loads((Path(folder) / "run.json").read_text())
+    [result] = _bench(["run", *options], folder)
     got, host = result["figures"], result["host_load"]
     ttft, itl, latency = got["ttft_s"], got["itl_s"], got["latency_s"]
     values = (got["output_tokens_per_s"], ttft["p50"], ttft["p95"], itl["mean"], latency["p95"])
     forecast = {name: getattr(expected, name) for name in FIGURES}
     measured = dict(zip(FIGURES, values, strict=True))
     return Compared(load, forecast, measured, got["failed"], host["others"] + host["stolen"])
+
+
+def _steps_take(engine: str, folder: str) -> float:
+    return float(_bench(["speed", "--engine", Path(engine).name], folder)["steps_take"])
+
+
+def _bench(options: list[str], folder: str) -> Any:
+    """Return what a command of the bench wrote. Raises EngineFailed."""
+    command = [sys.executable, "-m", "benchmarks", *options, "--out", folder]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode not in (0, 3):  # 3: a self-check failed; the figures are there
+        raise EngineFailed(f"{' '.join(command)}: {ended.stderr.strip()[-2000:]}")
+    return json.loads((Path(folder) / f"{options[0]}.json").read_text())
 
 
 def described(found: list[Compared]) -> str:
@@ -112,4 +130,4 @@ def described(found: list[Compared]) -> str:
         cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was else "-" for said, was in pairs)
         failed = f", {one.failed} failed" if one.failed else ""
         lines.append(f"{one.load:<20}" + "".join(f"{cell:>26}" for cell in cells) + f"  {one.others:.0%}{failed}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *sorted({described_drift(one.steps_take) for one in found})])

@@ -223,7 +223,7 @@ def test_an_engine_without_a_model_says_how_to_get_one(tmp_path):
         ({"machine": 2}, "machine: must be a text, got 2"),
         ({"source": "guessed"}, "source: must be one of measured, published, roofline, got 'guessed'"),
         ({"manifest_sha256": "abc"}, "manifest_sha256: must be 64 hex digits or empty, got 'abc'"),
-        ({"format": 3}, "format: must be 4, got 3"),
+        ({"format": 4}, "format: must be 5, got 4"),
         ({"acceptance": "all"}, "acceptance: must be a list of numbers for each text, got 'all'"),
         ({"acceptance": ["all"]}, "acceptance: must be a number, got 'all'"),
         (

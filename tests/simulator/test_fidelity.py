@@ -23,10 +23,12 @@ def test_what_was_compared_is_told_by_pool(tmp_path, monkeypatch):
 
 def test_what_was_found_is_kept_unless_others_used_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "KNOWN", tmp_path / "known.json")
-    fidelity.keep("demo", {"ttft_p95_error": 0.1, "others": 0.01})
-    fidelity.keep("big", {"ttft_p95_error": 0.2, "others": 0.0})
+    fidelity.keep("demo", {"ttft_p95_error": 0.1, "others": 0.01, "steps_take": 1.1})
+    fidelity.keep("big", {"ttft_p95_error": 0.2, "others": 0.0, "steps_take": 0.9})
     with pytest.raises(Unavailable, match="other processes used 60% of the machine"):
-        fidelity.keep("demo", {"ttft_p95_error": 0.9, "others": 0.6})
+        fidelity.keep("demo", {"ttft_p95_error": 0.9, "others": 0.6, "steps_take": 1.0})
+    with pytest.raises(Unavailable, match="steps take 1.30 times .* calibrate again"):
+        fidelity.keep("demo", {"ttft_p95_error": 0.9, "others": 0.0, "steps_take": 1.3})
     known = json.loads((tmp_path / "known.json").read_text())
     assert {name: found["ttft_p95_error"] for name, found in known.items()} == {"demo": 0.1, "big": 0.2}
 

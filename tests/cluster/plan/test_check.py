@@ -14,6 +14,7 @@ def test_errors_are_those_of_the_forecast():
     text = described(
         [Compared("2 requests/s", said, was, 0, 0.02), Compared("all", said, dict.fromkeys(FIGURES, 0.0), 3, 0)]
     )
+    assert text.endswith("steps take 1.00 times what they took when the engine was calibrated")
     assert text.count("(+10%)") == len(FIGURES) and "3 failed" in text and "2%" in text
 
 
@@ -26,5 +27,7 @@ def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_p
     assert _checked(tmp_path, "later") == {} == _checked(tmp_path / "none", "today")
     keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.5)])
     assert _checked(tmp_path, "today")  # others used half of the machine: not kept
+    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.0, steps_take=1.3)])
+    assert _checked(tmp_path, "today")  # the machine is slower than when the engine was calibrated
     assert "ttft_p95_s -30%" in _errors(_checked(tmp_path, "today"))
     assert "not compared" in _errors({})
