@@ -7,6 +7,7 @@ import platform
 import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -79,6 +80,15 @@ def _ours_s() -> float:
 def cores() -> list[int]:
     """Return the numbers of the cores that we may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def cpu_flags() -> set[str]:
+    """Return the processor's flags as Linux names them; none elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
 def described() -> dict[str, object]:

@@ -370,7 +370,7 @@ LLAMA = Peer(
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
         *("--cache-type-k", _llama_cache(of), "--cache-type-v", _llama_cache(of)),
         # Its repacked 8-bit weights make 0.3.36 crash on CPUs with AMX.
-        *(["--no-repack"] if of.precision in EIGHT_BITS else []),
+        *(["--no-repack"] if of.precision in EIGHT_BITS and "amx_tile" in machine.cpu_flags() else []),
     ],
     lambda of, port: OpenAITarget(_local(port), of.name, WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {len(CORES)} threads",

@@ -1,3 +1,6 @@
+import platform
+import sys
+
 import pytest
 
 from benchmarks import machine
@@ -28,3 +31,8 @@ def test_our_own_work_is_no_disturbance(monkeypatch):
     )
     monkeypatch.setattr(machine, "_ours_s", lambda: watch._ours_s + 3.0)
     assert watch.others() == pytest.approx(0.1, abs=0.01 + watch._cpu.stolen_s / 10)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags that Linux names")
+def test_every_64_bit_x86_processor_has_sse2():
+    assert "sse2" in machine.cpu_flags()
