@@ -7,6 +7,7 @@ import errno
 import random
 import shlex
 import socket
+import time
 
 import psutil
 
@@ -15,6 +16,8 @@ from contract.errors import InvalidArgument, Unavailable
 
 MAX_COMMAND_CHARS = 100
 UNUSED_BY_CLIENTS = 10240, 32768  # Linux takes ports of outgoing connections from 32768 on
+RESERVED_S = 60.0  # a server listens on a free port by then
+_reserved: list[tuple[float, socket.socket]] = []
 
 
 def check(host: str, ports: dict[str, int]) -> None:
@@ -47,32 +50,45 @@ def claim(grpc_port: int) -> socket.socket:
     A supervisor that restarts its server holds no port; the claim keeps a second supervisor away meanwhile.
     Raises Unavailable: another supervisor has the port.
     """
-    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claimed.bind(f"\0trident-supervisor-{grpc_port}")
+        return _named(f"trident-supervisor-{grpc_port}")
     except OSError as error:
-        claimed.close()
         raise Unavailable(
             f"gRPC port {grpc_port} belongs to another supervisor ({interpreter.command()} -m server status); "
             "set TRIDENT_GRPC_PORT to another port"
         ) from error
-    return claimed
 
 
 def free(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ``count`` different ports on which no process listens now.
+    """Return ``count`` different ports on which no process listens now, and that no process was given a minute ago.
 
     They are drawn below the range that the kernel takes the ports of outgoing connections from, one of which could else
     get the port before the server listens on it.
     """
+    while _reserved and time.monotonic() - _reserved[0][0] > RESERVED_S:
+        _reserved.pop(0)[1].close()
     found: list[int] = []
     for port in random.Random().sample(range(*UNUSED_BY_CLIENTS), k=UNUSED_BY_CLIENTS[1] - UNUSED_BY_CLIENTS[0]):
         if len(found) == count:
             break
         with contextlib.suppress(OSError):
+            # Tritonserver listens seconds later, and exits if another server does so on one of its ports by then.
+            reserved = _named(f"trident-port-{port}")
+            _reserved.append((time.monotonic(), reserved))
             _bind(host, port).close()
             found.append(port)
     return found
+
+
+def _named(name: str) -> socket.socket:
+    """Return a socket of an abstract name, which one process at a time can have. Raises OSError: another has it."""
+    named = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        named.bind(f"\0{name}")
+    except OSError:
+        named.close()
+        raise
+    return named
 
 
 def listener(port: int) -> psutil.Process | None:

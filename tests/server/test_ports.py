@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,26 @@ def test_free_ports_differ_and_pass_the_check():
     found = ports.free(3)
     assert len(set(found)) == 3
     ports.check("127.0.0.1", dict(zip("abc", found, strict=True)))
+
+
+def test_no_process_is_given_a_port_that_one_was_given_a_moment_ago(monkeypatch):
+    """Of the 20 ports there are: 6 for this process, 6 for another, 8 for this one."""
+    monkeypatch.setattr(ports, "UNUSED_BY_CLIENTS", (21_700, 21_720))
+    first = ports.free(6)
+    draw = (
+        "from server import ports; ports.UNUSED_BY_CLIENTS = 21_700, 21_720; print(*ports.free(6), flush=True); input()"
+    )
+    root = Path(ports.__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", draw], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+    ) as other:
+        theirs = list(map(int, other.stdout.readline().split()))
+        rest = ports.free(20)
+        other.communicate(b"\n")
+    assert len(set(first + theirs + rest)) == len(first + theirs + rest) and len(theirs) == 6
+    assert set(ports.free(20)) == set(theirs)  # it ended
+    monkeypatch.setattr(ports, "RESERVED_S", 0.0)
+    assert set(ports.free(20)) >= set(first)
 
 
 def test_a_busy_port_is_refused_with_its_variable_and_its_process():
