@@ -1,8 +1,9 @@
 """Step models of replicas that were not measured: a roofline, held to published figures where there are any.
 
-A step of decoding reads all weights and the sequences' KV cache (bandwidth); every token costs two operations for each
-parameter (compute). What a card reaches of its data sheet is assumed, or found by least squares from the published
-throughputs of TensorRT-LLM (build/trtllm/perf_anchors.json). Both are estimates, and the plan says so.
+A step reads all weights (bandwidth) while every token costs two operations for each parameter (compute), and reads the
+sequences' KV cache besides. What a card reaches of its data sheet is taken from measured steps of one H100, or found by
+least squares from the published throughputs of TensorRT-LLM (build/trtllm/perf_anchors.json). Both are estimates, and
+the plan says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -30,9 +32,26 @@ CARDS: Mapping[str, tuple[float, float, float, float, str]] = {
     "h200": (140, 4.8, 989, 1979, "H200 141GB FP8"),
     "b200": (179, 8.0, 2250, 4500, ""),
 }
-BANDWIDTH, COMPUTE = 0.7, 0.5  # what is reached of the data sheet where nothing was published
-LAUNCH_S = 0.002  # of a step: kernels, scheduler and, of several cards, their exchange
+BANDWIDTH, COMPUTE = 0.85, 0.6  # what one card reaches of the data sheet: tests/cluster/plan/h100_steps.json
+EXCHANGE = 0.3  # n cards reach 1 / n ** EXCHANGE of that; of the published throughputs of 2, 4 and 8 with NVLink
+LAYER_S = 25e-6  # of a layer, beyond bytes and operations: its kernels in a CUDA graph; measured there, too
+LAUNCH_S = 0.002  # of a step: the engine's scheduler; of the published ITL of TensorRT-LLM in Triton on one H100
 KV_PART = 0.9  # of the memory beside weights that the KV cache gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline(StepModel):
+    """A step computes while it reads the weights: the longer of the two counts, not their sum.
+
+    weights: the part of step_s in which weights are read.
+    """
+
+    weights: float
+
+    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+        computed_s = self.sequence_s * sequences + self.prefill_token_s * prefill_tokens
+        both_s = super().engine_s(sequences, context_tokens, prefill_tokens, drafts)
+        return both_s - min(self.weights * self.step_s, computed_s)
 
 
 def replica(given: Accelerator, place: str) -> Replica:
@@ -45,7 +64,8 @@ def replica(given: Accelerator, place: str) -> Replica:
     if kv_tokens < given.max_num_tokens:
         problem = f"must hold {weights_gb:.0f} GB of weights and a KV cache beside them, {memory_gb:.0f} GB do not"
         raise InvalidArgument(f"{place}.cards", f"{problem}; got {given.cards} of {given.card}")
-    bandwidth, compute, source, errors = BANDWIDTH, COMPUTE, step_model.ROOFLINE, (0.0, 0.0)
+    together = given.cards**-EXCHANGE
+    bandwidth, compute, source, errors = BANDWIDTH * together, COMPUTE * together, step_model.ROOFLINE, (0.0, 0.0)
     if given.published:
         bandwidth, compute, *errors_found = _fitted(given, kv_tokens, place)
         source, errors = step_model.PUBLISHED, (errors_found[0], errors_found[1])
@@ -59,16 +79,19 @@ def kv_bytes_per_token(given: Accelerator) -> float:
 
 def _roofline(
     given: Accelerator, bandwidth: float, compute: float, source: str, errors: tuple[float, float] = (0.0, 0.0)
-) -> StepModel:
+) -> Roofline:
     _, tb_per_s, bf16, fp8, _ = CARDS[given.card]
     bytes_per_s = tb_per_s * 1e12 * given.cards * bandwidth
     token_s = 2 * given.parameters * 1e9 / ((fp8 if given.weight_bytes <= 1 else bf16) * 1e12 * given.cards * compute)
-    return StepModel(
+    weights_s = given.parameters * 1e9 * given.weight_bytes / bytes_per_s
+    step_s = LAUNCH_S + LAYER_S * given.layers + weights_s
+    return Roofline(
         manifest_sha256="",
         machine=f"{given.cards} x {given.card}",
         source=source,
         made="",
-        step_s=LAUNCH_S + given.parameters * 1e9 * given.weight_bytes / bytes_per_s,
+        step_s=step_s,
+        weights=weights_s / step_s,
         sequence_s=token_s,
         context_token_s=kv_bytes_per_token(given) / bytes_per_s,
         prefill_token_s=token_s,
