@@ -25,6 +25,7 @@ from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
+from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 WARMUP = 4  # requests before the first round
@@ -126,6 +127,7 @@ def run(
     """
     if unknown := set(clients) - STREAMS.keys():
         raise InvalidArgument("only", f"must be of {', '.join(STREAMS)}, got {min(unknown)!r}")
+    manifest.load(ENGINES / engine)  # raises where there is none
     conditions, skipped = machine.described(), dict[str, str]()
     found: list[Comparison] = []
     print(report.on(conditions), flush=True)

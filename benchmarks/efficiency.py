@@ -26,8 +26,8 @@ from benchmarks.raw_engine import RawEngine
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
-from contract import packed_delta
-from contract.errors import EngineFailed
+from contract import manifest, packed_delta
+from contract.errors import EngineFailed, InvalidArgument
 
 RAW, ENGINE, ENSEMBLE, EVERY_TOKEN = "raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"
 PACKED = "packed ensemble"
@@ -296,12 +296,20 @@ def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
 
 
 def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: Path) -> int:
-    """Measure, print, write efficiency.json. Returns 0 whether the goals are met or not."""
+    """Measure, print, write efficiency.json. Returns 0 whether the goals are met or not.
+
+    Raises InvalidArgument, NotFound, EngineFailed: an engine has no name, or is not there.
+    """
+    if not all(engines):
+        raise InvalidArgument("engines", f"must be names of engines, separated by commas, got {','.join(engines)!r}")
+    names = list(map(random_model.named, engines))
+    for name in names:
+        manifest.load(ENGINES / name)
     found: dict[str, list[Batch]] = {}
     verdicts: list[report.Goal] = []
     conditions = machine.described()
     print(report.on(conditions), flush=True)
-    for engine in map(random_model.named, engines):
+    for engine in names:
         output_tokens, _ = output_and_goal(engine)
         batches = found[engine] = measure(engine, output_tokens, rounds, concurrencies)
         about = f"{INPUT_TOKENS} tokens in, {output_tokens} out, greedy, {rounds} rounds, medians"

@@ -23,7 +23,7 @@ from contract.errors import InvalidArgument
 HOURS = 24
 MOST_BYTES = 4 * 1024 * 1024  # of a metrics page
 _Z95 = 1.6449  # standard deviations from the median to the 95th percentile of a normal
-_Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+_Tokens = Annotated[int, Field(ge=1, le=1_000_000)]  # as in the benchmarks, which check a plan
 _Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
