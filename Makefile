@@ -260,7 +260,7 @@ bench-aiperf: build-engine ## our load generator beside NVIDIA's AIPerf, at the 
 bench-clients: build-engine ## our load generator beside perf_analyzer and AIPerf: do they agree?
 	$(BIN)/python -m benchmarks clients --engine $(call quoted,ENGINE)
 
-bench-all: build-engine $(VENV)/.bench-installed ## every table in BUDGET=MINUTES (60; QUICK=1: 5); CHECKPOINT=FOLDER of a real model, ONLY=PART,…, OUT=FOLDER, KEEP=1
+bench-all: build-engine $(VENV)/.bench-installed ## every table in BUDGET=MINUTES (60; QUICK=1: 5); CHECKPOINT=FOLDER of another real model, ONLY=PART,…, OUT=FOLDER, KEEP=1
 	$(BIN)/python -m benchmarks all $(if $(QUICK),--quick) $(if $(KEEP),--keep) \
 	  $(if $(BUDGET),--budget $(call quoted,BUDGET)) $(if $(CHECKPOINT),--model $(call quoted,CHECKPOINT)) \
 	  $(if $(ONLY),--only $(call quoted,ONLY)) $(if $(OUT),--out $(call quoted,OUT))

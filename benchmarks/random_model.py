@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from benchmarks import checkpoint_folder
 from benchmarks.child_process import ROOT
 
 NAME = "bench-160m"
@@ -82,10 +83,11 @@ def engine(precision: str = "bf16", of: Path | None = None) -> str:
 
 
 def named(name: str) -> str:
-    """Return the engine of that name, or that of NAME or of a checkpoint folder, which is built if needed."""
+    """Return the engine of that name, or that of NAME, of a checkpoint folder or of a wheel, built if needed."""
     if name == NAME:
         return engine()
-    return engine(of=Path(name).absolute()) if (Path(name) / "config.json").is_file() else name
+    folder = checkpoint_folder.of(name)
+    return engine(of=folder) if (folder / "config.json").is_file() else name
 
 
 def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:

