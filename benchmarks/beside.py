@@ -73,14 +73,20 @@ class Costs:
         return [max(0.0, costs.get(column, 0.0)) for column in range(3)]
 
 
+def serving_cpu(server: ServerUnderTest) -> Callable[[], float] | None:
+    """Return a function that returns the CPU seconds of a replica beside its engine so far; None on another machine."""
+    host, _, port = server.url.rpartition(":")
+    root = processes.listener(int(port)) if host in ("127.0.0.1", "localhost") else None
+    return None if root is None else lambda: processes.serving_cpu_s(processes.use(root))
+
+
 def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int) -> dict[str, float]:
-    """Return ``step_model.BESIDE`` of a replica on this machine, with a gateway in front of it; nothing of another.
+    """Return what ``step_model.BESIDE`` names but response_cpu_s, of a replica on this machine, with a gateway in front
+    of it; nothing of another.
 
     Raises TridentError.
     """
-    host, _, port = server.url.rpartition(":")
-    root = processes.listener(int(port)) if host in ("127.0.0.1", "localhost") else None
-    if root is None:
+    if (serving_s := serving_cpu(server)) is None:
         return {}
     progress.show("CPU of requests and messages, with and without a gateway")
     settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}" if server.metrics_url else ""}
@@ -88,7 +94,7 @@ def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int) -
 
         def used_s() -> float:
             """Return the CPU seconds of client, server and gateway; an idle gateway takes hardly any."""
-            return time.process_time() + processes.serving_cpu_s(processes.use(root)) + gateway.use().cpu_s
+            return time.process_time() + serving_s() + gateway.use().cpu_s
 
         async def both() -> None:
             rng = random.Random(time.time_ns())

@@ -68,7 +68,7 @@ def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
         "points": len(outcomes),
     }
     model = StepModel(**told)
-    errors = sorted(error_percent(model, outcome.point) for outcome in outcomes)
+    errors = sorted(error_percent(model, outcome) for outcome in outcomes)
     p50, p95 = (errors[round(part * (len(errors) - 1))] for part in (0.5, 0.95))
     return StepModel(**told, error_p50_percent=p50, error_p95_percent=p95)
 
@@ -226,32 +226,42 @@ def _within(factor: float) -> float:
     return min(MOST, max(LEAST, factor))
 
 
-async def _served(model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource) -> list[Record]:
+async def _served(
+    model: StepModel, engine: EngineManifest, target: Target, prompts: PromptSource, serving_s: Callable[[], float]
+) -> tuple[list[Record], float]:
     """Send requests as they come in service: to half of what the engine can do with a few sequences, then as many at
-    once as make it busy."""
+    once as make it busy. Return them, and the CPU seconds of a response of the first.
+
+    serving_s: returns the CPU seconds of the replica beside its engine so far.
+    """
     few, many = (min(streams, engine.max_batch_size) for streams in IN_SERVICE)
     each_s = ANSWER / model.decode_tokens_per_s(few, 2 * ANSWER) + model.prompt_s(ANSWER, engine.max_num_tokens)
     sizes = lengths.parse(f"lognormal:{ANSWER},0.5,{engine.max_seq_len // 2 - 1}", "input")
     open_load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=1)
     closed_loop = Workload(many, None, sizes, sizes, stagger_s=IN_SERVICE_S / 4, seed=2)
-    loads = [await drive(load, target, prompts, Extent(IN_SERVICE_S, 0.5)) for load in (open_load, closed_loop)]
-    return [record for load in loads for record in load.records]
+    extent, before_s = Extent(IN_SERVICE_S, 0.5), serving_s()
+    opened = (await drive(open_load, target, prompts, extent)).records
+    response_cpu_s = (serving_s() - before_s) / max(1, sum(len(record.messages) for record in opened))
+    return opened + (await drive(closed_loop, target, prompts, extent)).records, response_cpu_s
 
 
-def error_percent(model: StepModel, point: Point) -> float:
-    return 100 * abs(_seconds(model, point) / point.seconds - 1)
+def error_percent(model: StepModel, outcome: Outcome) -> float:
+    return 100 * abs(_seconds(model, outcome) / outcome.point.seconds - 1)
 
 
-def _seconds(model: StepModel, point: Point) -> float:
-    """Return the seconds of a trial's step; prompts alone are sent after a pause."""
-    return model.seconds(*point.work) + (0.0 if point.sequences else model.idle_s)
+def _seconds(model: StepModel, outcome: Outcome) -> float:
+    """Return the seconds of a trial's step with as many sendings as it had; prompts alone are sent after a pause."""
+    sequences = outcome.point.sequences
+    own_s = model.engine_s(*outcome.point.work)
+    return own_s + (outcome.sent * model.sent_s(sequences) if sequences else model.idle_s)
 
 
 def described(model: StepModel, outcomes: list[Outcome]) -> str:
     """Return the points beside the model, and the model, for people."""
     rows = []
-    for point in sorted((outcome.point for outcome in outcomes), key=lambda p: (p.prefill_tokens > 0, p.sequences)):
-        found, cells = _seconds(model, point), tuple(map(round, point.work))
+    for outcome in sorted(outcomes, key=lambda one: (one.point.prefill_tokens > 0, one.point.sequences)):
+        point = outcome.point
+        found, cells = _seconds(model, outcome), tuple(map(round, point.work))
         rows.append((*cells, report.ms(point.seconds), report.ms(found), f"{100 * (found / point.seconds - 1):+.0f} %"))
     terms = ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.TERMS)
     return (
@@ -312,14 +322,15 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     model = fitted(outcomes, key | costs | {"draft_tokens": engine.draft_tokens})
     print(described(model, outcomes))
 
-    async def served() -> list[Record]:
-        target = EnsembleTarget(server.url)
+    async def served() -> tuple[list[Record], float]:
+        target, serving_s = EnsembleTarget(server.url), beside.serving_cpu(server) or (lambda: 0.0)
         try:
-            return await _served(model, engine, target, Prompts.for_engine(folder))
+            return await _served(model, engine, target, Prompts.for_engine(folder), serving_s)
         finally:
             await target.close()
 
-    model = in_service(model, asyncio.run(served()))
+    records, response_cpu_s = asyncio.run(served())
+    model = in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), records)
     model = dataclasses.replace(model, reference_s=speed.reference_s(server, folder, engine))
     path = model.save(out or folder)
     kept.unlink()

@@ -1,4 +1,4 @@
-"""The rules by which the CPU engine fills a step, which its scheduler, the calibration, planner and simulator share."""
+"""The rules by which the CPU engine fills steps and sends tokens; calibration, planner and simulator share them."""
 
 BLOCK_TOKENS = 32  # of a KV cache block: OpenVINO's CPU plugin and TensorRT-LLM (tokens_per_block)
 
@@ -14,6 +14,18 @@ RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which
 # Accepted tokens per step, less the draft model's share of the time, below which drafts are not worth verifying.
 LEAST_GAIN = 0.2
 RETRY_AFTER = 16  # requests after which drafts are tried again
+
+# Sending (coalescing_window.py): tokens of all streams wait to be sent together. Of the CPU that is there, what
+# responses are to take; where tokens would wait too long for it, they take more.
+SENDING_SHARE = 0.15
+# Longest wait, and up to how many streams. The ticker, and the burst itself, take some milliseconds more.
+FEW_STREAMS, WAIT_OF_FEW_S, WAIT_OF_MANY_S = 32, 0.018, 0.044
+
+
+def window_s(streams: float, response_cpu_s: float, cores: float) -> float:
+    """Return how long a token may wait. response_cpu_s: what a response takes of one of the cores."""
+    wait_s = WAIT_OF_FEW_S if streams <= FEW_STREAMS else WAIT_OF_MANY_S
+    return min(wait_s, streams * response_cpu_s / (SENDING_SHARE * cores))
 
 
 def drafts_beside(most: int, others: int) -> int:

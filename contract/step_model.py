@@ -20,10 +20,11 @@ from typing import Any
 
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
+from contract.scheduling import window_s
 
 FILE_NAME = "step_model.json"
 # 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
-# reference_s.
+# reference_s, and windows by the number of streams alone.
 FORMAT = 5
 METRIC = "trident_engine_step_seconds"  # a gauge for each name of ``StepModel.exported``, label "term"
 MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
@@ -32,9 +33,6 @@ STRETCHES = 0, 8, 16, 32, 64
 TYPICAL_ANSWER = 64  # tokens
 MOST_DRAFT_TOKENS = 1024
 FEW = 8  # sequences beyond the first ones share what a step reads of the weights
-# Tokens of all streams are sent together, once in a window. The engine's own follows what a response costs
-# (python_backends/cpu_engine/coalescing_window.py); this one, by the streams alone, stands for it.
-WINDOW_S, COMFORT_S, STREAM_S = 0.004, 0.018, 0.0011
 DRIFT = 0.15  # more or less than 1 times what they took when calibrated: forecasts by the model tell nothing
 ROUND_OFF = 1e-18  # of a sum of squared relative errors: processors differ in the last bits of an exact answer
 _PART = 0.45  # steps in a window beyond the quotient, in the mean; measured, from 1 stream to 64
@@ -82,6 +80,8 @@ class StepModel:
         CPU seconds are of one core.
     request_cpu_s, burst_cpu_s, message_cpu_s: that Triton, tokenizer, detokenizer and client take for a request, for
         each time that tokens are sent, and for each message of a stream then.
+    response_cpu_s: that tritonserver and its stubs take for a response in service, its part of the requests included:
+        the engine sets by it how long tokens wait to be sent together.
     gateway_s: of a request's time to the first token, spent in a gateway.
     gateway_request_cpu_s, gateway_burst_cpu_s, gateway_message_cpu_s: that they and a gateway take together, where
         requests come through one.
@@ -110,6 +110,7 @@ class StepModel:
     request_cpu_s: float = 0.0
     burst_cpu_s: float = 0.0
     message_cpu_s: float = 0.0
+    response_cpu_s: float = 0.0
     gateway_s: float = 0.0
     gateway_request_cpu_s: float = 0.0
     gateway_burst_cpu_s: float = 0.0
@@ -146,13 +147,13 @@ class StepModel:
     def exported(self) -> dict[str, float]:
         """The seconds by name, as a server exports them in ``METRIC``."""
         cores = self.cores or math.inf
-        return self.terms | {"burst_s": self.burst_cpu_s / cores, "message_s": self.message_cpu_s / cores}
+        return self.terms | {f"{name}_s": getattr(self, f"{name}_cpu_s") / cores for name in _SENDING}
 
     @staticmethod
     def of_exported(manifest_sha256: str, exported: Mapping[str, float]) -> StepModel:
         """Raises InvalidArgument: names the field."""
         known: dict[str, Any] = {name: exported.get(name, 0.0) for name in TERMS}
-        known |= {f"{name}_cpu_s": exported.get(f"{name}_s", 0.0) for name in ("burst", "message")}
+        known |= {f"{name}_cpu_s": exported.get(f"{name}_s", 0.0) for name in _SENDING}
         return StepModel(manifest_sha256=manifest_sha256, machine="", source=MEASURED, made="", cores=1, **known)
 
     @property
@@ -193,10 +194,10 @@ class StepModel:
         if not (self.cores and sequences):
             return own_s
         sent_s = self.sent_s(sequences)
-        # A step of s seconds sends once in window / s + _PART steps: s = own + sent / (window / s + _PART).
-        window_s = max(WINDOW_S, min(COMFORT_S, sequences * STREAM_S), sequences * STREAM_S / 2)
-        half = (window_s - sent_s - own_s * _PART) / 2
-        return min(own_s + sent_s, (math.sqrt(half * half + _PART * own_s * window_s) - half) / _PART)
+        # A step of s seconds sends once in wait / s + _PART steps: s = own + sent / (wait / s + _PART).
+        wait_s = window_s(sequences, self.response_cpu_s, self.cores)
+        half = (wait_s - sent_s - own_s * _PART) / 2
+        return min(own_s + sent_s, (math.sqrt(half * half + _PART * own_s * wait_s) - half) / _PART)
 
     def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
         """Return the seconds of a step without what sending takes."""
@@ -391,8 +392,9 @@ TERMS = (
     *("step_s", "first_sequence_s", "sequence_s", "context_token_s"),
     *("prefill_s", "prefill_token_s", "prefill_square_s", "draft_s", "draft_token_s"),
 )
+_SENDING = "burst", "message", "response"
 BESIDE = (
-    *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s"),
+    *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s", "response_cpu_s"),
     *("gateway_s", "gateway_request_cpu_s", "gateway_burst_cpu_s", "gateway_message_cpu_s"),
 )
 _NUMBERS = (

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from contract.scheduling import window_s
 from python_backends.cpu_engine.serving_cost import ServingCost
 
-# Of the CPU that is there, what responses are to take; where tokens would wait too long for it, they take more.
-SHARE = 0.15
-# Longest wait, and up to how many streams. The ticker, and the burst itself, take some milliseconds more.
-FEW, WAIT_OF_FEW_NS, WAIT_OF_MANY_NS = 32, 18_000_000, 44_000_000
 # The next step may be as short as the shortest of so many: one beside which a burst is sent takes longer. Where it is
 # not, the tokens leave when the window is over, with no more responses than if they had not waited.
 _STEPS = 4
@@ -37,9 +34,7 @@ class CoalescingWindow:
         self._alone = 0  # steps whose tokens were sent alone, one after the other
 
     def width_ns(self, live_streams: int) -> int:
-        wait_ns = WAIT_OF_FEW_NS if live_streams <= FEW else WAIT_OF_MANY_NS
-        burst_s = live_streams * self._cost.response_s
-        return min(self._max_ns, wait_ns, int(1e9 * burst_s / (SHARE * self._cost.cores)))
+        return min(self._max_ns, int(1e9 * window_s(live_streams, self._cost.response_s, self._cost.cores)))
 
     def add_step(self, now_ns: int, live_streams: int) -> bool:
         """Record a step's tokens; return whether all waiting tokens are sent now."""

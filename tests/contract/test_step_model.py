@@ -63,17 +63,18 @@ def test_fit_finds_the_seconds_of_a_model_from_its_own_steps(model):
 
 
 CORES = dataclasses.replace(
-    SOME, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001, gateway_burst_cpu_s=0.001, gateway_message_cpu_s=0.0014
-)
+    SOME, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001, gateway_burst_cpu_s=0.001, gateway_message_cpu_s=0.0014,
+    response_cpu_s=0.0006,
+)  # fmt: skip
 
 
 @settings(max_examples=30)
-@given(models(), st.integers(1, 512), counts)
-def test_tokens_of_short_steps_are_sent_together(model, sequences, context):
-    model = dataclasses.replace(model, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001)
+@given(models(), st.integers(1, 512), counts, st.floats(0.0, 0.01))
+def test_tokens_of_short_steps_are_sent_together(model, sequences, context, response_cpu_s):
+    model = dataclasses.replace(model, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001, response_cpu_s=response_cpu_s)
     own_s, sent_s = model.engine_s(sequences, context, 0), model.sent_s(sequences)
     step_s = model.seconds(sequences, context, 0)
-    window_s = max(0.004, min(0.018, sequences * 0.0011), sequences * 0.0011 / 2)
+    window_s = min(0.018 if sequences <= 32 else 0.044, sequences * response_cpu_s / (0.15 * 2))
     assert sent_s == pytest.approx(0.0005 + sequences * 0.0005)
     assert step_s == pytest.approx(own_s + sent_s / max(1.0, window_s / step_s + step_model._PART))
     assert model.seconds(0, 0, 64) == model.engine_s(0, 0, 64)

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.scheduling import FEW_STREAMS, SENDING_SHARE, WAIT_OF_FEW_S, WAIT_OF_MANY_S
 from python_backends.cpu_engine import coalescing_window
-from python_backends.cpu_engine.coalescing_window import FEW, SHARE, WAIT_OF_FEW_NS, WAIT_OF_MANY_NS
 from python_backends.cpu_engine.serving_cost import ServingCost
 
 MS = 1_000_000
@@ -44,11 +44,11 @@ def waits(window, steps_ns, live):
 def test_bursts_take_their_share_of_the_cpu_unless_tokens_would_wait_too_long(live, bound, response_s, cores):
     window = window_of(bound, response_s, cores)
     assert window.width_ns(0) <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
-    longest_ns = min(bound, WAIT_OF_FEW_NS if live <= FEW else WAIT_OF_MANY_NS)
+    longest_ns = min(bound, int(1e9 * (WAIT_OF_FEW_S if live <= FEW_STREAMS else WAIT_OF_MANY_S)))
     width_ns = window.width_ns(live)
     assert width_ns <= longest_ns
     if width_ns < longest_ns:
-        assert abs(live * response_s * 1e9 - SHARE * cores * width_ns) <= SHARE * cores + 1
+        assert abs(live * response_s * 1e9 - SENDING_SHARE * cores * width_ns) <= SENDING_SHARE * cores + 1
 
 
 def test_a_dear_response_or_a_busy_neighbour_widens_the_window():
