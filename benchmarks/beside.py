@@ -27,15 +27,16 @@ from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import PlannedRequest
 
 TOKENS = 64  # of a prompt and of an answer, at most
-STREAMS, ROUNDS = 8, 2  # streams at once
-ALONE, SINGLE, TOGETHER = 24, 3, 3  # requests of one token, streams alone, times STREAMS: clocks tick in 10 ms of CPU
+ROUNDS = 2
+ALONE = 24  # requests of one token, one after the other
+STREAMS = (1, 4), (2, 3), (8, 3), (32, 2)  # at once, and how often: clocks tick in 10 ms of CPU
 
 
 @dataclass
 class Costs:
     """Of one way to the replica.
 
-    rows: of each measurement the requests, the times that tokens were sent, the messages, and the CPU seconds.
+    rows: of each measurement the requests, the times that tokens were sent, the messages, the steps, and CPU seconds.
     ttft_s: of requests alone.
     """
 
@@ -43,9 +44,16 @@ class Costs:
     ttft_s: list[float] = field(default_factory=list)
 
     async def measure(
-        self, target: Target, prompts: PromptSource, rng: random.Random, used_s: Callable[[], float], longest: int
+        self,
+        target: Target,
+        prompts: PromptSource,
+        rng: random.Random,
+        used_s: Callable[[], float],
+        longest: int,
+        slots: int,
     ) -> None:
-        """Add a round. used_s: returns the CPU seconds so far. longest: tokens of a prompt and of an answer."""
+        """Add a round. used_s: returns the CPU seconds so far. longest: tokens of a prompt and of an answer.
+        slots: streams at most."""
 
         async def send(tokens: int) -> Record:
             record = Record(0, time.monotonic(), time.monotonic())
@@ -53,20 +61,26 @@ class Costs:
             return record
 
         await send(1)
-        for streams, tokens, times in ((1, 1, ALONE), (1, longest, SINGLE), (STREAMS, longest, TOGETHER)):
+        together = [(streams, longest, times) for streams, times in STREAMS if streams <= slots]
+        for streams, tokens, times in ((1, 1, ALONE), *together):
             before, records = used_s(), []
             for _ in range(times):
                 records += await asyncio.gather(*(send(tokens) for _ in range(streams)))
             messages = sum(len(record.messages) for record in records)
-            self.rows.append((streams * times, messages / streams, messages, used_s() - before))
+            steps = sum(record.tokens for record in records) / streams
+            self.rows.append((streams * times, messages / streams, messages, steps, used_s() - before))
             if tokens == 1:
                 self.ttft_s += [record.ttft_from_send_s or 0.0 for record in records]
 
     def solved(self) -> list[float]:
-        """Return the CPU seconds of a request, of a time that tokens are sent, of a message."""
+        """Return the CPU seconds of a request, of a time that tokens are sent, of a message.
+
+        What a step takes, sent or not, is told apart from these and left out: measured steps hold it.
+        """
         known = np.array(self.rows)
-        for columns in ([0, 1, 2], [0, 2], [0]):  # the first without a negative part
-            found, *_ = np.linalg.lstsq(known[:, columns], known[:, 3], rcond=None)
+        relative = known / known[:, 4:]
+        for columns in ([0, 1, 2, 3], [0, 2, 3], [0, 1, 2], [0, 2], [0]):  # the first without a negative part
+            found, *_ = np.linalg.lstsq(relative[:, columns], relative[:, 4], rcond=None)
             if found.min() >= 0:
                 break
         costs = dict(zip(columns, map(float, found), strict=True))
@@ -80,7 +94,7 @@ def serving_cpu(server: ServerUnderTest) -> Callable[[], float] | None:
     return None if root is None else lambda: processes.serving_cpu_s(processes.use(root))
 
 
-def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int) -> dict[str, float]:
+def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int, slots: int) -> dict[str, float]:
     """Return what ``step_model.BESIDE`` names but response_cpu_s, of a replica on this machine, with a gateway in front
     of it; nothing of another.
 
@@ -102,12 +116,12 @@ def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int) -
             try:
                 for _ in range(ROUNDS):
                     for costs, target in zip((direct, through), targets, strict=True):
-                        await costs.measure(target, prompts, rng, used_s, min(TOKENS, max_seq_len // 2))
+                        await costs.measure(target, prompts, rng, used_s, longest, slots)
             finally:
                 for target in targets:
                     await target.close()
 
-        direct, through = Costs(), Costs()
+        direct, through, longest = Costs(), Costs(), min(TOKENS, max_seq_len // 2)
         asyncio.run(both())
     names = "request_cpu_s", "burst_cpu_s", "message_cpu_s"
     return {

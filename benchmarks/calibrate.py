@@ -24,7 +24,17 @@ from benchmarks.driver import Extent, drive
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.record import Record
-from benchmarks.step_trials import ANSWER, PROBES, Experiment, Outcome, Trial, check_serves, design, step_draft_tokens
+from benchmarks.step_trials import (
+    ANSWER,
+    PROBES,
+    Experiment,
+    Outcome,
+    Trial,
+    check_serves,
+    design,
+    reference,
+    step_draft_tokens,
+)
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
 from contract import manifest as manifests
@@ -38,6 +48,8 @@ POINTS = "step_model.points.jsonl"
 LEAST_SEQ_LEN = 64
 # An open load, of a part of what the engine can do with so many sequences, and a closed loop of so many; seconds.
 IN_SERVICE, PART, IN_SERVICE_S = (8, 32), 0.5, 12.0
+# Loads of steps in service, at most; they are sent until two in turn agree: how fast a shared machine is changes.
+SERVICE_ROUNDS, AGREED = 4, 0.15
 LEAST, MOST = 0.5, 2.0  # that they may change the designed steps by
 DRAFTED_ALONE = -1  # beside the logarithms of how many streams decode
 GAPS = 20  # of as many streams, that tell how long their steps are
@@ -164,6 +176,33 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         f"{report.ms(found.idle_s)} ms after a pause, spread {found.spread:.2f}"
     )
     return found
+
+
+def settled(model: StepModel, served: Callable[[], tuple[list[Record], float]]) -> StepModel:
+    """Return the model with the steps in service of two loads that agree, of the last two where none do.
+
+    served: sends a load and returns its requests and the CPU seconds of a response.
+    """
+    rounds: list[tuple[StepModel, list[Record], float]] = []
+    differ = math.inf
+    while differ > AGREED and len(rounds) < SERVICE_ROUNDS:
+        records, response_cpu_s = served()
+        found = in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), records)
+        rounds.append((found, records, response_cpu_s))
+        if len(rounds) > 1:
+            differ = apart(found, rounds[-2][0])
+            print(f"  steps of these two loads differ by {differ:.0%} at most")
+    if differ > AGREED:
+        print("  the machine's speed changes too much: forecasts by this model are doubtful")
+    (_, before, before_cpu_s), (_, last, last_cpu_s) = rounds[-2:]
+    response_cpu_s = (before_cpu_s + last_cpu_s) / 2
+    return in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), before + last)
+
+
+def apart(one: StepModel, other: StepModel) -> float:
+    """Return the part by which the slower of two models' steps are longer, where they differ most."""
+    kinds = [(n, n * ANSWER, prompt) for n in (1, 4, 32) for prompt in (0, ANSWER)]
+    return max(abs(math.log(one.seconds(*kind) / other.seconds(*kind))) for kind in kinds)
 
 
 def _ratio(gaps: list[tuple[float, float]]) -> float:
@@ -318,7 +357,7 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     if left := len(set(trials) - experiment.left_out - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3
-    costs = beside.measured(server, Prompts.for_engine(folder), engine.max_seq_len)
+    costs = beside.measured(server, Prompts.for_engine(folder), engine.max_seq_len, engine.max_batch_size)
     model = fitted(outcomes, key | costs | {"draft_tokens": engine.draft_tokens})
     print(described(model, outcomes))
 
@@ -329,9 +368,12 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
         finally:
             await target.close()
 
-    records, response_cpu_s = asyncio.run(served())
-    model = in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), records)
-    model = dataclasses.replace(model, reference_s=speed.reference_s(server, folder, engine))
+    model = settled(model, lambda: asyncio.run(served()))
+    reference_s = speed.reference_s(server, folder, engine)
+    trials_s = speed.middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
+    if step_model.drifted(ratio := reference_s / trials_s):
+        print(f"  steps now take {ratio:.2f} times what they took in the trials: calibrate again")
+    model = dataclasses.replace(model, reference_s=reference_s)
     path = model.save(out or folder)
     kept.unlink()
     print(f"  written: {path}")

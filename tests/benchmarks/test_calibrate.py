@@ -131,3 +131,24 @@ def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(ca
     found = calibrate.in_service(model, [record])
     assert "streams 1 x 1.30, with drafts x 1.30;" in capsys.readouterr().out
     assert found.draft_token_s == pytest.approx(0.0013, rel=0.01)
+
+
+def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
+    """The machine is 1.5 times as slow while it serves the first load."""
+
+    def slower(model, records):
+        return dataclasses.replace(model, **{name: records[0].sent_s * value for name, value in model.terms.items()})
+
+    monkeypatch.setattr(calibrate, "in_service", slower)
+    for times, used, differ in (
+        ((1.0, 1.1), 2, "10%"),
+        ((1.5, 1.0, 1.05), 3, "5%"),
+        ((1.0, 1.5, 1.0, 1.5, 1.0), 4, "41%"),
+    ):
+        loads = [([Record(0, ratio, ratio)], 0.001 * ratio) for ratio in times]
+        sent = iter(loads)
+        found = calibrate.settled(SOME, lambda sent=sent: next(sent))
+        assert len(list(sent)) == len(times) - used
+        assert found.response_cpu_s == pytest.approx(0.001 * (times[used - 2] + times[used - 1]) / 2)
+        said = capsys.readouterr().out
+        assert f"differ by {differ} at most" in said and ("doubtful" in said) == (differ == "41%")
