@@ -27,7 +27,8 @@ def test_weights_are_those_of_the_build_rounded_to_bf16(tmp_path, monkeypatch, s
     assert safetensors_folder.main([str(given), "--into", str(out)]) == 0
     written = open_checkpoint(out)
     assert written.architecture == opened.architecture and written.eos_token_ids == opened.eos_token_ids
-    assert written.config == {**opened.config, "torch_dtype": "bfloat16"}
+    told = {"torch_dtype": "bfloat16", "eos_token_id": [checkpoints.EOS], "bos_token_id": opened.bos_token_id}
+    assert written.config == {**opened.config, **told}
     assert written.tensors.keys() == opened.tensors.keys()
     for name, tensor in opened.tensors.items():
         np.testing.assert_array_equal(written.tensors[name].f32(), round_to_bf16(tensor.f32()))
