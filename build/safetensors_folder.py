@@ -27,7 +27,8 @@ def write(opened: Checkpoint, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     opened.copy_side_files(folder)
-    ids = {"bos_token_id": opened.bos_token_id, "eos_token_id": list(opened.eos_token_ids)}  # not all read them elsewhere
+    # Some programs read them here alone.
+    ids = {"bos_token_id": opened.bos_token_id, "eos_token_id": list(opened.eos_token_ids)}
     config = {**opened.config, **ids, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     header, end = dict[str, object](), 0
