@@ -161,7 +161,7 @@ def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
         peers.run(["nobody"], plan(subject), tmp_path)
     with pytest.raises(InvalidArgument, match="input: must be N, lognormal"):
         peers.run(["trident"], dataclasses.replace(plan(subject), input="x"), tmp_path)
-    with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m or a folder .*, got 'huge'"):
+    with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m, a folder .*, got 'huge'"):
         peer_servers.subject("huge")
 
 
