@@ -129,15 +129,17 @@ class Drafting:
     def __iter__(self) -> Iterator[int]:
         return iter(self._sequences)
 
-    def admit(self, command: AddSequence, config: genai.GenerationConfig, running: int) -> bool:
+    def admit(self, command: AddSequence, config: genai.GenerationConfig, running: int, behind: int = 0) -> bool:
         """Take a sequence and complete its configuration, or return False if the plain pipeline is to take it.
 
         running: sequences in both pipelines. None is taken beside one in the plain pipeline: two steps, one of each
         pipeline, take longer than one of a common batch.
+        behind: sequences that come at the same time. Where they are too many to draft for, none is: their prompts
+            would be read here and, when the last of them comes, in the plain pipeline again.
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
-        if self._waits or running > len(self) or running >= UNDRAFTED_FROM or blocks > free:
+        if self._waits or running > len(self) or running + behind >= UNDRAFTED_FROM or blocks > free:
             return False
         length = self._length.beside(running=1)  # of one as short as a probe, which shows no gain
         if command.max_tokens > SHARED_DRAFT:

@@ -128,16 +128,25 @@ class StepLoop:
             self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
     def _drain_commands(self) -> None:
+        came: list[AddSequence] = []
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
-        busy = self._handles, self._prompts, self._piece, self._unscored, self._ended
+        busy = self._handles, self._prompts, self._piece, self._unscored, self._ended, came
         while self._connection.poll(0 if any(busy) else None):
             command = self._connection.recv()
             if not isinstance(command, AddSequence):
+                self._add_all(came)
                 self._end(command.id)
             elif command.sampling.prompt_log_probs:
                 self._unscored[command.id] = command
             else:
-                self._add(command)
+                came.append(command)
+        self._add_all(came)
+
+    def _add_all(self, came: list[AddSequence]) -> None:
+        """Add what came together, and empty the list."""
+        for nth, command in enumerate(came, 1):
+            self._add(command, behind=len(came) - nth)
+        came.clear()
 
     def _score_prompt(self) -> None:
         """Score a chunk of one prompt: running sequences wait for no more than that in a step."""
@@ -160,13 +169,14 @@ class StepLoop:
             self._scores = None
             self._add(command)
 
-    def _add(self, command: AddSequence) -> None:
+    def _add(self, command: AddSequence, behind: int = 0) -> None:
+        """Add a sequence, behind which so many others have come."""
         if not command.max_tokens:
             self._top_log_probs.close(command.id)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
-        if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts)):
+        if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts), behind):
             self._leave_drafting()
             self._prompts[command.id], self._read_tokens[command.id] = (command, config), command.cached_tokens
         elif not self._start(self._drafting.pipeline, command, config):

@@ -94,6 +94,15 @@ def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empt
     assert len(drafting) == 2 and 1 in drafting and 3 not in drafting
 
 
+@given(st.integers(1, 12))
+def test_of_more_that_come_together_than_are_drafted_for_none_is(count):
+    drafting = Drafting(None, LIMITS, 3)
+    taken = [
+        drafting.admit(command(id), genai.GenerationConfig(), running=id, behind=count - id - 1) for id in range(count)
+    ]
+    assert taken == [count <= UNDRAFTED_FROM] * count and len(drafting) == sum(taken)
+
+
 def test_a_probe_is_no_try_of_whether_drafts_gain():
     drafting = Drafting(None, LIMITS, 3)
     drafting.admit(command(1), genai.GenerationConfig(), running=0)

@@ -212,6 +212,16 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_no_block_that_was_no
     assert Schedule(lambda schedule: next(steps, None)).run(tiny_engine).generated[3] == expected
 
 
+@pytest.mark.slow
+def test_a_sequence_that_leaves_before_the_step_in_which_it_came_is_ended(triton_types, tiny_engine):
+    prompts = {id: [10 * id + nth for nth in range(20)] for id in (1, 2, 3)}
+    steps = iter([[*(sequence(id, prompts[id], 6) for id in (1, 2)), EndSequence(2), sequence(3, prompts[3], 6)]])
+    schedule = Schedule(lambda schedule: next(steps, None)).run(tiny_engine)
+    assert not schedule.live and not schedule.generated[2]
+    for id in (1, 3):
+        assert schedule.generated[id] == undisturbed(tiny_engine, prompts[id], 6)
+
+
 def generated(listener, sent):
     """Wait until all of ``sent`` have ended; return the ids of each."""
     listener.wait(lambda: ended(listener).issuperset(sent) or listener.dead)
