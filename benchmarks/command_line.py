@@ -44,7 +44,7 @@ from benchmarks.server_process import ENGINES, running_server
 from benchmarks.workload import Workload
 from clients.terminal import forget_stdout
 from clients.wire.connection import Connection
-from contract import interpreter
+from contract import interpreter, manifest
 from contract.errors import InvalidArgument, NotFound, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -247,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     command(
         "clients",
         lambda a: agreement.run(
-            *(a.only.split(","), a.engine, a.url, a.concurrency or (), a.rates),
+            *(a.only.split(","), _built(a.engine) if not a.url else a.engine, a.url, a.concurrency or (), a.rates),
             *(a.requests, a.rounds, a.unary, _folder(a, "clients")),
         ),
         about,
@@ -282,6 +282,12 @@ def parser() -> argparse.ArgumentParser:
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole
+
+
+def _built(engine: str) -> str:
+    """Return the name of an engine. Raises NotFound, EngineFailed: it is not there."""
+    manifest.load(ENGINES / engine)
+    return engine
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import shlex
 import socket
@@ -17,7 +18,7 @@ from contract.errors import InvalidArgument, Unavailable
 MAX_COMMAND_CHARS = 100
 UNUSED_BY_CLIENTS = 10240, 32768  # Linux takes ports of outgoing connections from 32768 on
 RESERVED_S = 60.0  # a server listens on a free port by then
-_reserved: list[tuple[float, socket.socket]] = []
+_reserved: list[tuple[float, int]] = []  # since when, and the descriptor of a socket that stands for the port
 
 
 def check(host: str, ports: dict[str, int]) -> None:
@@ -66,15 +67,14 @@ def free(count: int, host: str = "127.0.0.1") -> list[int]:
     get the port before the server listens on it.
     """
     while _reserved and time.monotonic() - _reserved[0][0] > RESERVED_S:
-        _reserved.pop(0)[1].close()
+        os.close(_reserved.pop(0)[1])
     found: list[int] = []
     for port in random.Random().sample(range(*UNUSED_BY_CLIENTS), k=UNUSED_BY_CLIENTS[1] - UNUSED_BY_CLIENTS[0]):
         if len(found) == count:
             break
         with contextlib.suppress(OSError):
             # Tritonserver listens seconds later, and exits if another server does so on one of its ports by then.
-            reserved = _named(f"trident-port-{port}")
-            _reserved.append((time.monotonic(), reserved))
+            _reserved.append((time.monotonic(), _named(f"trident-port-{port}").detach()))
             _bind(host, port).close()
             found.append(port)
     return found
