@@ -319,8 +319,11 @@ def run_peers(arguments: argparse.Namespace) -> int:
 def run_all(arguments: argparse.Namespace) -> int:
     only, model = [*filter(None, arguments.only.split(","))], arguments.model
     try:
-        if not (checkpoint_folder.of(model) / "model.safetensors").is_file():
+        checkpoint = checkpoint_folder.of(model)
+        if not (checkpoint / "model.safetensors").is_file():
             raise InvalidArgument("model", f"must be a folder with config.json and model.safetensors, got {model!r}")
+        if not model.startswith(checkpoint_folder.WHEEL):
+            model = str(checkpoint)  # the parts run in another folder
     except NotFound as error:
         if model != checkpoint_folder.REAL:
             raise

@@ -44,6 +44,15 @@ def test_without_its_wheel_a_model_is_refused_and_the_usual_one_left_out(monkeyp
     assert "the wheel cannot be had" in capsys.readouterr().err
 
 
+def test_a_folder_is_told_to_the_parts_of_a_run_by_its_whole_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "model.safetensors").write_text("")
+    monkeypatch.setattr(command_line.suite, "run", lambda *given, model, **options: print(model) or 0)
+    assert command_line.main(["all", "--model", "given"]) == 0
+    assert str(tmp_path / "given") in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.slow
 def test_a_wheel_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "ROOT", tmp_path)
