@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from statistics import linear_regression, mean
+from statistics import linear_regression, mean, pvariance
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
@@ -16,7 +17,9 @@ _END_TOKENS = 8  # whose mean is the cost at the end of the long walk
 WALK_S = 0.4
 LONG_WALK_S = 0.8
 SEVERAL_CORES = 4  # that the library's compiler makes use of
-_STEPS_A_STALL = 4  # every token of a grammar may cost only a part of what compiling it once may
+_FEWEST_TO_GROW = 6  # tokens of a walk whose second half can tell a slope from chance
+_SURE = 3.0  # standard errors
+_STEPS_A_STALL = 3  # every token of a grammar may cost only a part of what compiling it once may
 
 
 class MeasuredCompiler:
@@ -59,12 +62,22 @@ def _at_end(longer: Sequence[float]) -> float:
     """Return the seconds of the last token of a long walk. One that was cut off is taken to go on as it grew."""
     if not longer:
         return 0.0
-    last_s = mean(longer[-_END_TOKENS:])
-    if sum(longer) < LONG_WALK_S or len(longer) < 2:
-        return last_s
-    # Of all tokens: bounded texts cost more and more, then little again, so two ends tell where the walk was cut.
-    growth_s = linear_regression(range(len(longer)), longer).slope
-    return last_s + max(0.0, growth_s) * (LONG_WALK_TOKENS - len(longer))
+    if sum(longer) < LONG_WALK_S or len(longer) < _FEWEST_TO_GROW:
+        return mean(longer[-_END_TOKENS:])
+    half = longer[len(longer) // 2 :]
+    return mean(half) + _growth_s(half) * (LONG_WALK_TOKENS - len(longer) + len(half) / 2)
+
+
+def _growth_s(steps: Sequence[float]) -> float:
+    """Return how much longer each token surely takes than the one before it, 0 where that is not sure.
+
+    Bounded texts cost more and more up to a block's end, then little again: a slope of its own size by chance alone.
+    """
+    places = range(len(steps))
+    slope, intercept = linear_regression(places, steps)
+    left = sum((step - intercept - slope * place) ** 2 for place, step in zip(places, steps, strict=True))
+    error = math.sqrt(left / (len(steps) - 2) / (len(steps) * pvariance(places)))
+    return max(0.0, slope - _SURE * error)
 
 
 def _refuse_cost(what: str, held_s: float, most_s: float) -> None:
