@@ -235,8 +235,10 @@ async def adapted(client, replica, request_id, adapter, max_tokens=3, **inputs):
     """(the answer, "sent" or "cached") of one request; the digests of what was sent are checked."""
     base = {"text_input": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "lora_name": adapter, **inputs}
     answer = await ask(client, base, request_id=request_id)
-    found = re.findall(rf"request id engine: {request_id} lora (\d) ([\w-]+)", replica.log())
-    assert found, (answer.error, request_id)
+    deadline_s = time.monotonic() + PATIENCE_S  # the supervisor copies the log and may lag behind
+    while not (found := re.findall(rf"request id engine: {request_id} lora (\d) ([\w-]+)", replica.log())):
+        assert not answer.error and time.monotonic() < deadline_s, (answer.error, request_id)
+        await asyncio.sleep(0.02)
     number, what = found[0]
     assert int(number) == ADAPTERS.index(adapter) + 1
     if what != "cached":
@@ -370,7 +372,10 @@ async def test_a_client_that_leaves_the_packed_ensemble_stops_the_engine_and_an_
             if ends[0][0] == "stopped" and second:
                 break
         assert ends[0][0] == "stopped" and "request_id: must be unique" in second[0]
-        assert not [error async for error in refusals(packed, f"left-{n}")]  # the id is free again
+        # The id is free again, once the detokenizer has the engine's end, too.
+        while refused := [error async for error in refusals(packed, f"left-{n}")]:
+            assert time.monotonic() < deadline_s, refused
+            await asyncio.sleep(0.02)
 
 
 async def refusals(client, request_id):
