@@ -2,7 +2,9 @@
 
 import sys
 
+from benchmarks.child_process import adopt_orphans
 from benchmarks.command_line import main
 
 if __name__ == "__main__":  # the load generator's own processes import this module too
+    adopt_orphans()
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from contract.errors import EngineFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
+_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 # PR_SET_PDEATHSIG: SIGTERM when the thread that started it has ended, also if it was killed.
 _END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -68,6 +70,12 @@ def spawn(
         )
 
 
+def adopt_orphans() -> None:
+    """Become the parent of what servers leave behind, so that ``stop`` can wait for it and its CPU counts as ours."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
+
+
 def stop(child: subprocess.Popen[str]) -> None:
     """Close its input, send SIGTERM, then SIGKILL to its group: some servers leave children behind."""
     if child.stdin is not None:
@@ -80,6 +88,9 @@ def stop(child: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    with suppress(ChildProcessError):  # none is left
+        while os.waitpid(-child.pid, 0):
+            pass
     if child.stdout is not None:
         child.stdout.close()
 

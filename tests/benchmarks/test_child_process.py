@@ -46,3 +46,24 @@ def test_a_process_ends_with_the_run_that_is_ended_from_outside(tmp_path, ended_
         run.wait(60)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(60)
+
+
+@pytest.mark.slow
+def test_the_cpu_of_what_a_server_leaves_behind_counts_as_ours(tmp_path):
+    left = "import time\nwhile time.process_time() < 1: pass\nopen('done', 'w').close(); time.sleep(600)"
+    served = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {left!r}], cwd=sys.argv[1])"
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from benchmarks import child_process, machine\n"
+        "child_process.adopt_orphans()\n"
+        "folder = Path(sys.argv[1])\n"
+        f"with child_process.process([sys.executable, '-c', {served!r}, sys.argv[1]], folder / 'log') as child:\n"
+        "    while not (folder / 'done').exists():\n"
+        "        time.sleep(0.05)\n"
+        "print(machine.children_s())\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=child_process.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0.99
