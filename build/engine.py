@@ -61,6 +61,7 @@ _BUILDER = (
     "model/exported_graph.py",
     "model/detokenizer.py",
     "package/draft.py",
+    "package/draft_length.py",
     "package/tuning.py",
     "model/gptq.py",
     "model/smoothquant.py",
@@ -167,7 +168,7 @@ def _try(
 ) -> None:
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
     from build.model.openvino_engine import OpenVinoEngine
-    from build.package import compile_cpu, tuning
+    from build.package import compile_cpu, draft_length, tuning
     from build.package import draft as drafts
     from build.quality import evaluation
     from build.quality.comparison import BeyondBudget
@@ -200,6 +201,8 @@ def _try(
             others = [each.record() for each in measured if each is not setting]
             scores["tuning"] = {"chosen": setting.record(), "others": others}
         chosen = recipe.changed(kv_cache_precision=setting.properties["KV_CACHE_PRECISION"], kv_cache_measured=False)
+        if length := draft_length.measure(partial, recipe, setting.properties, checkpoint.architecture, against.notify):
+            scores["draft_length"] = length
         if draft is not None:
             scores["draft"] = drafts.measure(engine, draft, setting.properties, recipe, partial, against, accept)
         if recipe.automatic:

@@ -113,7 +113,9 @@ class EngineManifest:
     def draft_tokens(self) -> int:
         """Draft tokens that a step of a CPU engine may verify beside each sequence's own; 0 if it never drafts."""
         drafting = self.recipe.get("speculative_decoding") if self.kind == "cpu" else None
-        return (drafting or {}).get("max_draft_len", 0)
+        most: int = (drafting or {}).get("max_draft_len", 0)
+        measured: Any = (self.evaluation or {}).get("draft_length") or {}
+        return min(most, measured.get("chosen", most))
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically and sync it to the disk."""

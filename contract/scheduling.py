@@ -11,7 +11,7 @@ UNDRAFTED_FROM = 4  # running sequences from which on none is drafted for
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
-# Accepted tokens per step, less the draft model's share of the time, below which drafts are not worth verifying.
+# Accepted tokens per step, less the plain steps that its longer time would take, below which drafts are not worth it.
 LEAST_GAIN = 0.2
 RETRY_AFTER = 16  # requests after which drafts are tried again
 

@@ -152,7 +152,7 @@ class Engine:
         # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
         self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
         step = self.kind.step
-        self._most_drafts = step.draft_tokens if step.tokens_per_step >= 1 + LEAST_GAIN else 0
+        self._most_drafts = step.draft_tokens if step.drafts_gain >= LEAST_GAIN else 0
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""

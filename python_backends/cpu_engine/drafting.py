@@ -1,10 +1,11 @@
 """Speculative decoding: which requests a pipeline that drafts takes, and with how many draft tokens.
 
 Such a pipeline computes 1 + k positions of every sequence in every step, padding included where it found fewer drafts,
-and k is at least 1. A few sequences leave the cores waiting for memory, and positions cost little; a full batch takes
-up to twice as long. So an engine that drafts has two pipelines: this one runs while few sequences do and drafts are
-accepted, the plain one at all other times. Sequences go over to the plain one, and back when few are left, with what
-they have generated.
+and k is at least 1. A few sequences leave the cores waiting for memory, and on processors with 8-bit or 16-bit matrix
+instructions positions cost little; on others a step of one sequence takes up to three times as long, and a full batch
+up to twice as long everywhere. So an engine that drafts has two pipelines: this one runs while few sequences do and
+drafts gain more than their time, the plain one at all other times. Sequences go over to the plain one, and back when
+few are left, with what they have generated.
 """
 
 from __future__ import annotations
@@ -28,24 +29,48 @@ from contract.scheduling import (
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
+_TIME_WEIGHT = 1 / 16  # of a step in the moving averages of times
+_ENOUGH = 4  # steps, until their average counts
+_OUTLIER = 2.0  # times the average: the process waited for a core
+
 # Weights of a step in the moving average. Answers begin to repeat themselves late: where bursts end drafting after a
 # few tokens, time and again, these must not tell what later ones would gain.
 _EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.005, 0.02
+
+
+class StepTimes:
+    """Moving averages of the seconds of steps that only decode, by the number of sequences in them."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+
+    def observe(self, sequences: int, taken_s: float) -> None:
+        """Take in a step."""
+        seen = self._seen[sequences] = self._seen.get(sequences, 0) + 1
+        average_s = self._seconds.get(sequences, taken_s)
+        if seen > _ENOUGH:
+            taken_s = min(taken_s, _OUTLIER * average_s)
+        self._seconds[sequences] = average_s + (taken_s - average_s) * max(1 / seen, _TIME_WEIGHT)
+
+    def near(self, sequences: int) -> float | None:
+        """Return the average with the nearest number of sequences, None if none is known."""
+        known = [n for n, seen in self._seen.items() if seen >= _ENOUGH]
+        return self._seconds[min(known, key=lambda n: abs(n - sequences))] if known else None
 
 
 class DraftLength:
     """The length for the next request.
 
     most: of the recipe.
-    cost: of a draft token, in steps of the main model; 0 for prompt lookup.
     """
 
-    def __init__(self, most: int, cost: float = 0.0) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._cost = cost
-        # A moving average per step of a sequence: tokens accepted less the cost of all drafts.
+        # A moving average per step of a sequence: tokens accepted less the plain steps that its longer time would take.
         self._gain = 2 * LEAST_GAIN
         self._since = 0
+        self._plain, self._drafted = StepTimes(), StepTimes()
 
     def choose(self, running: int) -> int:
         """Return the draft tokens per step of a request that is added to ``running`` others; 0 for none."""
@@ -61,17 +86,31 @@ class DraftLength:
     def gains(self) -> bool:
         return self._gain >= LEAST_GAIN
 
+    @property
+    def measured(self) -> bool:
+        """Whether it is known how long a step without drafts takes."""
+        return self._plain.near(1) is not None
+
     def beside(self, running: int) -> int:
         """Return the draft tokens per step of a request beside so many others."""
         return drafts_beside(self._most, running)
 
-    def observe(self, length: int, accepted: int, position: int) -> None:
-        """Take in a step that accepted so many tokens of a sequence with drafts of ``length``.
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
+        """Take in how long a step that only decoded so many sequences took."""
+        (self._drafted if drafts else self._plain).observe(sequences, taken_s)
+
+    def cost(self, sequences: int) -> float:
+        """Return how many plain steps longer a step with drafts takes; 0 until it is known."""
+        plain_s, drafted_s = self._plain.near(sequences), self._drafted.near(sequences)
+        return max(0.0, drafted_s / plain_s - 1) if plain_s and drafted_s else 0.0
+
+    def observe(self, sequences: int, accepted: int, position: int) -> None:
+        """Take in a step that drafted for so many sequences and accepted so many tokens of one of them.
 
         position: tokens that the sequence had made before.
         """
         weight = _EARLY_WEIGHT if position < _EARLY else _WEIGHT
-        self._gain += (accepted - length * self._cost - self._gain) * weight
+        self._gain += (accepted - self.cost(sequences) - self._gain) * weight
 
 
 @dataclass
@@ -90,7 +129,6 @@ class Drafting:
     pipeline: None for an engine that never drafts, and until it is loaded; it then has no sequences.
     limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
-    cost: see DraftLength.
     load: sets the pipeline; None for an engine that never drafts, and once it was called.
     """
 
@@ -99,13 +137,12 @@ class Drafting:
         pipeline: genai.ContinuousBatchingPipeline | None,
         limits: EngineLimits,
         ngram_size: int = 0,
-        cost: float = 0.0,
     ) -> None:
         self.pipeline = pipeline
         self.load: Callable[[], None] | None = None
         self._limits = limits
         self._ngram_size = ngram_size
-        self._length = DraftLength(limits.max_draft_len, cost)
+        self._length = DraftLength(limits.max_draft_len)
         self._sequences: dict[int, _Sequence] = {}
         self._plain: dict[int, _Sequence] = {}
         self._steps = self._accepted = 0
@@ -200,7 +237,17 @@ class Drafting:
         if sequence.length and position:
             self._steps += 1
             self._accepted += len(token_ids) - 1
-            self._length.observe(sequence.length, len(token_ids) - 1, position)
+            self._length.observe(len(self._sequences), len(token_ids) - 1, position)
+
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
+        """Take in how long a step of one pipeline took that only decoded."""
+        if not self._waits:  # loading takes the cores
+            self._length.timed(sequences, taken_s, drafts=drafts)
+
+    @property
+    def wants_plain_steps(self) -> bool:
+        """Whether it drafts and does not know how long a step without drafts takes."""
+        return self.pipeline is not None and not self._length.measured
 
     def end(self, id: int) -> None:
         """Forget a sequence."""

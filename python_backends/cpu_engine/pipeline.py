@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -40,11 +38,8 @@ def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting:
     limits, declared = EngineLimits.from_manifest(manifest), manifest.recipe.get("speculative_decoding")
     if not declared:
         return Drafting(None, limits)
-    if lookup := declared["mode"] == "prompt_lookup":
-        ngram_size, cost = declared["ngram_size"], 0.0
-    else:
-        measured: Mapping[str, Any] = manifest.evaluation or {}
-        ngram_size, cost = 0, float(measured["draft"]["cost"])
+    lookup = declared["mode"] == "prompt_lookup"
+    ngram_size = declared["ngram_size"] if lookup else 0
 
     def load() -> genai.ContinuousBatchingPipeline:
         properties: dict[str, object] = {"prompt_lookup": True}
@@ -59,6 +54,6 @@ def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting:
             pipeline.step()
         return pipeline
 
-    drafting = Drafting(None, limits, ngram_size, cost)
+    drafting = Drafting(None, limits, ngram_size)
     drafting.load_with(load)
     return drafting

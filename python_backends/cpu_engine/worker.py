@@ -40,6 +40,8 @@ from python_backends.limits import EngineLimits
 
 _NICE = 5
 _PIECE_IDS = 2**62  # beyond those of all sequences
+_TIMED_ID = _PIECE_IDS - 1
+_TIMED_STEPS = 6
 
 
 class StepLoop:
@@ -96,10 +98,14 @@ class StepLoop:
         """Step once, and report."""
         running, tokens, before = self._decoding(), self._prompt_tokens, self._attended
         self._prompt_tokens, self._attended = 0, 0.0
+        drafts, plain = len(self._drafting), self._plain()
         began_s = time.perf_counter()
-        self._step(drafts=len(self._drafting) > 0, plain=self._plain() > 0)
-        if self._step_budget is not None and self._plain() and not self._drafting:
-            self._step_budget.observe(running, tokens, before, time.perf_counter() - began_s)
+        self._step(drafts=drafts > 0, plain=plain > 0)
+        taken_s = time.perf_counter() - began_s
+        if self._step_budget is not None and plain and not drafts:
+            self._step_budget.observe(running, tokens, before, taken_s)
+        if not self._without_token and self._piece is None and bool(drafts) != bool(plain):
+            self._drafting.timed(running, taken_s, drafts=drafts > 0)
         if self._piece is not None and self._piece.get_status() != genai.GenerationStatus.RUNNING:
             self._piece = None
             self._partial_blocks.end(_PIECE_IDS + self._pieces)
@@ -127,10 +133,31 @@ class StepLoop:
             self._scheduled += metrics.scheduled_requests
             self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
+    def _time_plain_steps(self) -> None:
+        """Generate a few tokens without drafts, by which is known what these gain. A request that comes ends it."""
+        config = generation_config(_TIMED_STEPS + 1, SamplingParams(top_k=1), frozenset())
+        ids = np.zeros(BLOCK_TOKENS, np.int64)  # one whole block, as in open_drafting
+        self._partial_blocks.add(_TIMED_ID, ids)
+        handle = self._pipeline.add_request(_TIMED_ID, ov.Tensor(ids[None]), config)
+        while handle.get_status() == genai.GenerationStatus.RUNNING:
+            began_s, decodes = time.perf_counter(), handle.can_read()
+            self._pipeline.step()
+            if decodes:
+                self._drafting.timed(1, time.perf_counter() - began_s, drafts=False)
+            if self._connection.poll(0):
+                handle.cancel()
+                self._pipeline.step()  # frees its blocks
+        while handle.can_read():
+            for output in handle.read().values():
+                self._partial_blocks.generated(_TIMED_ID, output.generated_ids)
+        self._partial_blocks.end(_TIMED_ID)
+
     def _drain_commands(self) -> None:
         came: list[AddSequence] = []
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
         busy = self._handles, self._prompts, self._piece, self._unscored, self._ended, came
+        if self._drafting.wants_plain_steps and not any(busy) and not self._connection.poll(0):
+            self._time_plain_steps()
         while self._connection.poll(0 if any(busy) else None):
             command = self._connection.recv()
             if not isinstance(command, AddSequence):

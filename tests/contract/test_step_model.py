@@ -136,6 +136,13 @@ def test_tokens_of_a_step_follow_the_acceptance(one, other, drafts):
     assert step_model.tokens_per_step(low, 0) == 1
 
 
+def test_drafts_gain_what_is_accepted_less_the_plain_steps_of_their_time():
+    model = dataclasses.replace(SOME, draft_s=0.0175, draft_token_s=0.0005, draft_tokens=8, acceptance=((1.0,),))
+    plain_s = SOME.engine_s(1, 0, 0)
+    assert model.drafts_gain == pytest.approx(8 - (0.0175 + 8 * 0.0005) / plain_s, abs=0.2)
+    assert SOME.drafts_gain == 0
+
+
 def test_acceptance_is_given_where_the_engine_drafts_and_nowhere_else():
     drafting = dataclasses.replace(SOME, draft_tokens=8, acceptance=((0.5,),))
     assert drafting.of_texts((), "acceptance") == drafting and SOME.of_texts((), "acceptance") == SOME

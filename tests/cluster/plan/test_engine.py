@@ -75,6 +75,9 @@ def test_the_first_step_after_a_pause_and_steps_with_prompts_are_as_in_service()
 DRAFTS = dataclasses.replace(STEP, draft_s=0.001, draft_token_s=0.0002)
 
 
+REQUEST = (0.0, 32, 200)
+
+
 def drafting_replica(*acceptance: float | tuple[float, ...]) -> Replica:
     return dataclasses.replace(REPLICA, step=dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=texts(acceptance)))
 
@@ -102,6 +105,16 @@ def test_more_accepted_drafts_never_end_a_request_later(prompt, answer, one, oth
 def test_an_engine_whose_drafts_are_rejected_is_a_plain_one(given):
     plain = dataclasses.replace(REPLICA, step=DRAFTS)
     assert ends(drafting_replica(0.0, 0.1), *given) == ends(plain, *given) == ends(REPLICA, *given)
+
+
+def test_an_engine_whose_drafts_take_longer_than_they_gain_is_a_plain_one():
+    dear = dataclasses.replace(DRAFTS, draft_s=2 * DRAFTS.engine_s(1, 0, 0), draft_tokens=8)
+
+    def end_s(*acceptance: float) -> float:
+        return ends(dataclasses.replace(REPLICA, step=dataclasses.replace(dear, acceptance=(acceptance,))), REQUEST)[0]
+
+    assert end_s(0.5) == ends(REPLICA, REQUEST)[0]  # one token of eight
+    assert end_s(1.0) < 0.5 * end_s(0.5)
 
 
 def test_a_request_alone_takes_the_steps_of_its_drafts():

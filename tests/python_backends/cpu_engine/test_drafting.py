@@ -39,10 +39,10 @@ def test_the_length_follows_the_load():
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
     for _ in range(100):
-        length.observe(8, 0, 16)
+        length.observe(1, 0, 16)
     assert [length.choose(0) for _ in range(RETRY_AFTER)] == [0] * (RETRY_AFTER - 1) + [8]
     for _ in range(100):
-        length.observe(8, 3, 16)
+        length.observe(1, 3, 16)
     assert length.choose(0) == 8
 
 
@@ -50,22 +50,49 @@ def test_the_beginnings_of_answers_tell_less_than_what_follows():
     """Bursts that end drafting after ten tokens, and one answer that is drafted for to its end."""
     length = DraftLength(8)
     for position in [*range(1, 11)] * 8:
-        length.observe(8, 0, position)
+        length.observe(1, 0, position)
     assert length.choose(0) == 8
     for position in [*range(1, 11)] * 20:
-        length.observe(8, 0, position)
+        length.observe(1, 0, position)
     assert length.choose(0) == 0
     for position in range(1, 200, 9):
-        length.observe(8, 8, position)
+        length.observe(1, 8, position)
     assert length.choose(0) == 8
 
 
-def test_a_draft_model_has_to_earn_its_time():
-    free, dear = DraftLength(4), DraftLength(4, cost=0.3)
+def timed(length: DraftLength, plain_s: float, drafted_s: float, sequences: int = 1) -> None:
+    for _ in range(8):
+        length.timed(sequences, plain_s, drafts=False)
+        length.timed(sequences, drafted_s, drafts=True)
+
+
+def test_drafts_have_to_earn_the_time_of_their_steps():
+    free, dear = DraftLength(4), DraftLength(4)
+    timed(free, 0.02, 0.02)
+    timed(dear, 0.02, 0.045)
     for length in (free, dear):
         for _ in range(200):
-            length.observe(4, 1, 16)
+            length.observe(1, 1, 16)
     assert (free.choose(0), dear.choose(0)) == (4, 0)
+    for _ in range(200):
+        dear.observe(1, 3, 16)
+    assert dear.choose(0) == 4
+
+
+def test_the_cost_of_drafts_is_that_of_the_nearest_number_of_sequences_once_both_kinds_of_step_are_known():
+    length = DraftLength(4)
+    for _ in range(8):
+        length.timed(1, 0.05, drafts=True)
+    assert length.cost(1) == 0 and not length.measured
+    for _ in range(8):
+        length.timed(1, 0.02, drafts=False)
+    assert length.measured and length.cost(1) == length.cost(3) == pytest.approx(1.5)
+    timed(length, 0.04, 0.06, sequences=3)
+    assert length.cost(3) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.5)
+    length.timed(1, 10.0, drafts=True)  # waited for a core
+    assert length.cost(1) < 1.8
+    timed(length, 0.05, 0.02, sequences=2)
+    assert length.cost(2) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 8)), max_size=50), st.integers(1, 16))
@@ -75,7 +102,7 @@ def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int
         chosen = length.choose(running)
         assert 0 <= chosen <= most and (running < UNDRAFTED_FROM or not chosen)
         if chosen:
-            length.observe(chosen, min(chosen, accepted), running)
+            length.observe(1, min(chosen, accepted), running)
 
 
 def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
@@ -116,6 +143,20 @@ def test_a_probe_is_no_try_of_whether_drafts_gain():
         assert probe.num_assistant_tokens == SHARED_DRAFT
         drafting.end(100)
     assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
+
+
+def test_plain_steps_are_wanted_once_the_pipeline_is_loaded_until_they_are_known():
+    drafting = Drafting(None, LIMITS, 3)
+    drafting.load_with(lambda: "pipeline")
+    for _ in range(8):
+        drafting.timed(1, 0.02, drafts=False)  # beside the loading
+    assert not drafting.wants_plain_steps
+    drafting.load()
+    assert drafting.wants_plain_steps
+    for _ in range(8):
+        drafting.timed(1, 0.02, drafts=False)
+    assert not drafting.wants_plain_steps
+    assert not Drafting(None, LIMITS).wants_plain_steps
 
 
 def test_an_engine_without_drafts_admits_none():
@@ -359,7 +400,6 @@ def test_an_engine_whose_second_pipeline_cannot_be_loaded_serves_without_drafts(
     folder = shutil.copytree(drafting_engine, tmp_path / "engine")
     table = json.loads((folder / "manifest.json").read_text())
     table["recipe"]["speculative_decoding"] = {"mode": "draft_model", "max_draft_len": 4}
-    table["evaluation"] = {"draft": {"cost": 0.1}}
     (folder / "manifest.json").write_text(json.dumps(table))  # and no folder draft/
     monkeypatch.setattr(f"{__name__}.begin_drafting", lambda link, listener: None)
     found, listener = generated(folder, [([5, 6, 7, 8], SamplingParams(top_k=1), None)] * 5)
