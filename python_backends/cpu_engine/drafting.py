@@ -240,8 +240,10 @@ class Drafting:
             self._length.observe(len(self._sequences), len(token_ids) - 1, position)
 
     def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
-        """Take in how long a step of one pipeline took that only decoded."""
-        if not self._waits:  # loading takes the cores
+        """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing."""
+        if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
+            return
+        if all(sequence.token_ids for sequence in (self._sequences if drafts else self._plain).values()):
             self._length.timed(sequences, taken_s, drafts=drafts)
 
     @property

@@ -104,7 +104,7 @@ class StepLoop:
         taken_s = time.perf_counter() - began_s
         if self._step_budget is not None and plain and not drafts:
             self._step_budget.observe(running, tokens, before, taken_s)
-        if not self._without_token and self._piece is None and bool(drafts) != bool(plain):
+        if self._piece is None and bool(drafts) != bool(plain):
             self._drafting.timed(running, taken_s, drafts=drafts > 0)
         if self._piece is not None and self._piece.get_status() != genai.GenerationStatus.RUNNING:
             self._piece = None
@@ -134,7 +134,7 @@ class StepLoop:
             self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
     def _time_plain_steps(self) -> None:
-        """Generate a few tokens without drafts, by which is known what these gain. A request that comes ends it."""
+        """Generate a few tokens without drafts, to time such steps. A request that comes ends it."""
         config = generation_config(_TIMED_STEPS + 1, SamplingParams(top_k=1), frozenset())
         ids = np.zeros(BLOCK_TOKENS, np.int64)  # one whole block, as in open_drafting
         self._partial_blocks.add(_TIMED_ID, ids)

@@ -69,9 +69,9 @@ def _at_end(longer: Sequence[float]) -> float:
 
 
 def _growth_s(steps: Sequence[float]) -> float:
-    """Return how much longer each token surely takes than the one before it, 0 where that is not sure.
+    """Return by how much the seconds of a token grow from one to the next, at least: the slope less _SURE errors.
 
-    Bounded texts cost more and more up to a block's end, then little again: a slope of its own size by chance alone.
+    A bounded text costs more and more up to the end of a block, then little: few tokens have a slope by chance.
     """
     places = range(len(steps))
     slope, intercept = linear_regression(places, steps)

@@ -159,6 +159,21 @@ def test_plain_steps_are_wanted_once_the_pipeline_is_loaded_until_they_are_known
     assert not Drafting(None, LIMITS).wants_plain_steps
 
 
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_moved(drafts):
+    drafting, timed = Drafting("pipeline", LIMITS, 3), []
+    drafting._length.timed = lambda sequences, taken_s, *, drafts: timed.append((taken_s, drafts))
+    drafting.follow(command(1, max_tokens=100))
+    if drafts:
+        drafting.observe(1, [7, 8])
+        (moved,) = drafting.back()
+        drafting.take_back(moved, genai.GenerationConfig())
+    drafting.timed(1, 0.5, drafts=drafts)  # its prompt, and what it had made
+    drafting.observe(1, [9])
+    drafting.timed(1, 0.02, drafts=drafts)
+    assert timed == [(0.02, drafts)]
+
+
 def test_an_engine_without_drafts_admits_none():
     drafting = Drafting(None, dataclasses.replace(LIMITS, max_draft_len=0))
     for max_tokens in (1, 20):
