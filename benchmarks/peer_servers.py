@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 from benchmarks import checkpoint_folder, child_process, int8_checkpoint, machine, processes, random_model
 from benchmarks.child_process import ROOT
@@ -153,26 +150,10 @@ class Running:
         relevant = [line for line in lines if "error" in line.lower()] or lines
         return " | ".join(relevant[-2:])[-300:] or "no output"
 
-    @contextmanager
-    def halted(self) -> Iterator[None]:
-        """Stop its processes, if we started it, so that it takes nothing from others."""
-        tree = processes.tree(self.process.pid) if self.process else []
-        _signal(tree, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            _signal(tree, signal.SIGCONT)
-
     def stop(self) -> None:
         """End it, if we started it."""
         if self.process is not None:
             child_process.stop(self.process)
-
-
-def _signal(tree: list[psutil.Process], number: int) -> None:
-    for process in tree:
-        with suppress(psutil.Error):  # it has ended
-            process.send_signal(number)
 
 
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:

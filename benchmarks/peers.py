@@ -3,8 +3,8 @@
 All are started first, then take turns at every concurrency, round after round, so that a noisy machine disturbs all
 alike. A load is warm once every client has had an answer, and is measured until as many more have ended; a server
 that does not get there in time is reported. A round in which other processes used too much of the machine is
-repeated, and the least disturbed try is kept. Another project's server that uses CPU while idle is halted while others
-have their turn. Greedy, answers of a fixed length, prompts that no server has seen before.
+repeated, and the least disturbed try is kept. A server that uses CPU while idle is reported. Greedy, answers of a fixed
+length, prompts that no server has seen before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,14 +66,13 @@ class Result:
     """What was measured of one server besides its rounds.
 
     load_s: from start to the first answer.
-    idle_share: cores used without requests. halts: it is halted while others are measured, because of that.
+    idle_share: cores used without requests.
     alone, batched: greedy texts, requested one by one and BATCHED at once.
     """
 
     load_s: float
     peak_rss_bytes: int = 0
     idle_share: float = 0.0
-    halts: bool = False
     alone: list[str] = field(default_factory=list)
     batched: list[str] = field(default_factory=list)
 
@@ -196,18 +194,10 @@ async def _measured(running: list[Running], plan: Plan, comparison: Comparison) 
     await asyncio.sleep(IDLE_SAMPLE_S)
     for server in running:
         comparison.results[server.name].idle_share = (server.use().cpu_s - before[server.name]) / IDLE_SAMPLE_S
-        # Ours would be taken for hung by its own watchdog.
-        busy = comparison.results[server.name].idle_share > IDLE_SHARE
-        comparison.results[server.name].halts = busy and server.process is not None and not _ours(server.name)
-    halts = [server for server in running if comparison.results[server.name].halts]
     for n in range(plan.rounds):
         order = running[n % len(running) :] + running[: n % len(running)]
         for level, kind, server in itertools.product(plan.levels, kinds, order):
-            with ExitStack() as stack:
-                for other in halts:
-                    if other is not server:
-                        stack.enter_context(other.halted())
-                comparison.rounds.append(await _undisturbed_round(server, level, n, plan, kind, kinds[kind]))
+            comparison.rounds.append(await _undisturbed_round(server, level, n, plan, kind, kinds[kind]))
             comparison.results[server.name].peak_rss_bytes = server.use().peak_rss_bytes
 
 
@@ -297,14 +287,10 @@ def goals(comparison: Comparison) -> list[report.Goal]:
             label = _label(comparison.plan, name, kind, level)
             if values := found.get(f"{SPEED}: {label}", {}).get("values"):
                 ratio = statistics.median(values)
-                theirs = min(ms for peer, ms in first_ms.items() if not _ours(peer))
+                theirs = min(ms for peer, ms in first_ms.items() if not peer.startswith("Trident"))
                 out.append(report.at_least(f"{SPEED}: {label}", ratio, SPEED_GOAL))
                 out.append(report.at_most(f"TTFT p95 of the best peer's: {label}", first_ms[name] / theirs, 1.0))
     return out
-
-
-def _ours(name: str) -> bool:
-    return name.startswith("Trident")
 
 
 def _label(plan: Plan, name: str, kind: str, level: int) -> str:
@@ -331,8 +317,8 @@ def compared(comparison: Comparison) -> dict[str, dict[str, Any]]:
             label = _label(comparison.plan, name, kind, level)
             higher[f"tokens/s: {label}"] = [one.tokens_per_s for one in rounds]
             lower[f"TTFT p95, ms: {label}"] = [1e3 * figures.spread(one.ttfts_s).p95 for one in rounds]
-            peers = [of for peer, of in mine.items() if not _ours(peer)]
-            if _ours(name) and peers and min(map(len, peers)) >= len(rounds):
+            peers = [of for peer, of in mine.items() if not peer.startswith("Trident")]
+            if name.startswith("Trident") and peers and min(map(len, peers)) >= len(rounds):
                 best = [max(of[n].tokens_per_s for of in peers) for n in range(len(rounds))]
                 ratios = [one.tokens_per_s / most for one, most in zip(rounds, best, strict=True) if most]
                 higher[f"{SPEED}: {label}"] = ratios
@@ -342,7 +328,7 @@ def compared(comparison: Comparison) -> dict[str, dict[str, Any]]:
 def _rows(comparison: Comparison, level: int, kind: str) -> list[tuple]:
     mine = _of(comparison, level, kind)
     speed = {name: statistics.median(part.tokens_per_s for part in rounds) for name, rounds in mine.items()}
-    best = max((speed[name] for name in speed if not _ours(name)), default=float("nan"))
+    best = max((speed[name] for name in speed if not name.startswith("Trident")), default=float("nan"))
     rows = []
     for name, rounds in mine.items():
         speeds, tokens = [part.tokens_per_s for part in rounds], sum(part.tokens for part in rounds) or 1
@@ -390,7 +376,7 @@ def _doubts(comparison: Comparison) -> list[str]:
     kinds = {settings.partition(" ")[0] for settings in comparison.settings.values()}
     if len(kinds) > 1:
         doubts.append(f"they serve weights of different precision ({', '.join(sorted(kinds))}), see the column")
-    busy = [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE and not part.halts]
+    busy = [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE]
     if busy:
         doubts.append(f"used CPU while idle: {', '.join(busy)}; measure them one by one with --only")
     prompts = {

@@ -69,19 +69,15 @@ def role(argv: Sequence[str]) -> str:
     return "engine worker" if _WORKER in argv else name
 
 
-def tree(root: int) -> list[psutil.Process]:
-    """Return process ``root`` and its descendants, [] if it has ended."""
-    try:
-        first = psutil.Process(root)
-        return [first, *first.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def use(root: int) -> dict[str, Use]:
     """Return what process ``root`` and its descendants have used so far, by role; {} if it has ended."""
     out: dict[str, Use] = {}
-    for process in tree(root):
+    try:
+        server = psutil.Process(root)
+        family = [server, *server.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return out
+    for process in family:
         try:
             with process.oneshot():
                 name, used = role(process.cmdline()), _read(process)

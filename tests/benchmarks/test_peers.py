@@ -117,27 +117,6 @@ def test_a_server_that_was_started_by_hand_is_measured_and_left_running(monkeypa
     assert found["compared"][f"tokens/s: {urls[0]}, 2"]["values"][0] > 0
 
 
-@pytest.mark.slow
-def test_a_server_that_uses_cpu_while_idle_is_halted_while_others_have_their_turn(monkeypatch, tmp_path, subject):
-    spins = SERVER.replace("http.server.ThreadingHTTPServer", "import threading\ndef spin():\n    while True: pass\n"
-        "threading.Thread(target=spin, daemon=True).start()\nhttp.server.ThreadingHTTPServer")  # fmt: skip
-    install(monkeypatch, fake_peer("busy", spins), fake_peer("calm"))
-    measured, states = peers._round, []
-
-    async def noted(server, level, n, *more):
-        others = [other for other in psutil.process_iter(["cmdline"]) if spins in (other.info["cmdline"] or ())]
-        states.append((server.name, {other.status() for other in others}))
-        return await measured(server, level, n, *more)
-
-    monkeypatch.setattr(peers, "_round", noted)
-    assert peers.run(["busy", "calm"], plan(subject, rounds=2, levels=(2,)), tmp_path) == 0
-    assert len(states) == 4
-    for name, found in states:
-        assert (psutil.STATUS_STOPPED in found) == (name == "calm")
-    results = json.loads((tmp_path / "peers.json").read_text())["results"]
-    assert results["busy"]["halts"] and results["busy"]["idle_share"] > 0.3 and not results["calm"]["halts"]
-
-
 def test_ratios_are_to_the_best_peer_of_the_same_round(subject):
     comparison = peers.Comparison(plan(subject, levels=(8,)), conditions={})
     for name, speeds in (("Trident, gRPC", (110.0, 90.0)), ("a", (100.0, 30.0)), ("b", (50.0, 60.0))):
