@@ -271,13 +271,15 @@ async def _served(
     """Send requests as they come in service: to half of what the engine can do with a few sequences, then as many at
     once as make it busy. Return them, and the CPU seconds of a response of the first.
 
+    Each time the texts are others: prompts of earlier loads are in the engine's prefix cache.
+
     serving_s: returns the CPU seconds of the replica beside its engine so far.
     """
     few, many = (min(streams, engine.max_batch_size) for streams in IN_SERVICE)
     each_s = ANSWER / model.decode_tokens_per_s(few, 2 * ANSWER) + model.prompt_s(ANSWER, engine.max_num_tokens)
     sizes = lengths.parse(f"lognormal:{ANSWER},0.5,{engine.max_seq_len // 2 - 1}", "input")
-    open_load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=1)
-    closed_loop = Workload(many, None, sizes, sizes, stagger_s=IN_SERVICE_S / 4, seed=2)
+    open_load = Workload(None, Poisson(PART / each_s), sizes, sizes, seed=time.time_ns())
+    closed_loop = Workload(many, None, sizes, sizes, stagger_s=IN_SERVICE_S / 4, seed=time.time_ns())
     extent, before_s = Extent(IN_SERVICE_S, 0.5), serving_s()
     opened = (await drive(open_load, target, prompts, extent)).records
     response_cpu_s = (serving_s() - before_s) / max(1, sum(len(record.messages) for record in opened))

@@ -1,5 +1,6 @@
 """Calibration against a scripted engine: known steps in, the same steps out."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from contract.errors import InvalidArgument
 from contract.generation import Timings
 from contract.step_model import Point
 from tests.contract.test_step_model import SOME
-from tests.fakes.scripted_steps import small
+from tests.fakes.scripted_steps import Scripted, Words, small
 
 KEY = {"manifest_sha256": "a" * 64, "machine": "a machine, 2 cores"}
 
@@ -152,3 +153,15 @@ def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
         assert found.response_cpu_s == pytest.approx(0.001 * (times[used - 2] + times[used - 1]) / 2)
         said = capsys.readouterr().out
         assert f"differ by {differ} at most" in said and ("doubtful" in said) == (differ == "41%")
+
+
+def test_no_load_in_service_sends_a_prompt_of_another_one(monkeypatch):
+    """It would be in the prefix cache, and prompts would seem to take no time."""
+    monkeypatch.setattr(calibrate, "IN_SERVICE_S", 0.05)
+    target = Scripted(dataclasses.replace(SOME, step_s=1e-4))
+    for _ in range(2):
+        sent = calibrate._served(target.model, small(), target, Words(), lambda: 0.0)
+        records, _ = asyncio.run(sent)
+        assert records
+    prompts = [request.prompt for request in target.requests]
+    assert len(prompts) == len(set(prompts))
