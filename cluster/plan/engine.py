@@ -149,6 +149,7 @@ class Engine:
         self._reading: dict[Sequence, None] = {}
         self._ends: list[tuple[int, int, Sequence]] = []
         self._number = 0
+        self._drafted = 0  # running sequences that are drafted for
         # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
         self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
         step = self.kind.step
@@ -247,6 +248,7 @@ class Engine:
         if self.hung:
             return
         kind, self._lacked = self.kind, ""
+        plain = len(self.running) > self._drafted > 0
         while self._waiting:
             sequence = self._waiting[0][2]
             if sequence.state != "ended":
@@ -261,7 +263,9 @@ class Engine:
         if not self.running:
             self._owed_s = kind.step.idle_s
             return
-        if self._most_drafts and not self._reading and len(self.running) <= RESUME_UP_TO:
+        if plain:
+            self._draft_no_longer()
+        elif self._most_drafts and not self._reading and len(self.running) <= RESUME_UP_TO:
             self._draft_again()
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
@@ -269,6 +273,8 @@ class Engine:
         parts = self._read(now_s) if self._reading else []
         prompts = sum(part for _, part in parts)
         step_s = kind.step.seconds(decoding, context, prompts, drafts) * self.slow
+        if 0 < self._drafted < len(self.running):  # a step of each pipeline
+            step_s += kind.step.step_s * self.slow
         if not parts and not self._owed_s:
             steps = max(1, self._ends[0][0] - self.steps)
             if self.send_s < math.inf:
@@ -284,7 +290,7 @@ class Engine:
         parts, read, whole = [], 0, self.kind.whole(self._decoding)
         room = self.kind.room(self._decoding, self._context, len(self._reading))
         for sequence in self._reading:
-            limit = whole if sequence.prompt <= self.kind.short_tokens or sequence.drafts or sequence.made else room
+            limit = whole if sequence.drafts or sequence.prompt + sequence.made <= self.kind.short_tokens else room
             if read >= limit:
                 break
             sequence.scheduled_s = sequence.scheduled_s or now_s
@@ -311,17 +317,25 @@ class Engine:
         self._reading[sequence] = None
 
     def _draft(self, sequence: Sequence) -> None:
-        """Decide whether a sequence that is admitted is drafted for; if not, those that run are not either from now on,
-        and their prompts and what they have made are read again."""
+        """Decide whether the first of those that wait is drafted for: not beside one that is not."""
         sequence.text = self.rng.choice(self.kind.step.acceptance)
-        others = next(iter(self.running), sequence).drafts
-        if not self.running or (others and len(self.running) < UNDRAFTED_FROM):
+        behind = len(self._waiting) - 1
+        if self._drafted == len(self.running) < UNDRAFTED_FROM - behind:
             sequence.drafts = drafts_beside(self._most_drafts, len(self.running))
-        elif others:
-            for other in self.running:
-                if other.state == "running":
-                    self._read_again(other)
-                other.drafts, other.pace = 0, 1
+            self._drafted += 1
+
+    def _draft_no_longer(self) -> None:
+        """Read a sequence that is drafted for again in the plain pipeline, the one that may make the most tokens; one
+        after the other."""
+        if any(one.made and not one.drafts for one in self._reading):
+            return
+        movable = (one for one in self.running if one.drafts and one.state == "running")
+        sequence = max(movable, key=lambda one: one.most - self._made(one), default=None)
+        if sequence is not None:
+            self._read_again(sequence)
+            sequence.drafts, sequence.pace = 0, 1
+            self._drafted -= 1
+            self._reading = {sequence: None, **self._reading}  # its stream has begun
 
     def _draft_again(self) -> None:
         """Draft for the sequences that decode plainly if it is worth reading each of them again."""
@@ -330,6 +344,7 @@ class Engine:
         for nth, sequence in enumerate(self.running):
             self._read_again(sequence)
             sequence.drafts = drafts_beside(self._most_drafts, nth)
+            self._drafted += 1
 
     def _read_again(self, sequence: Sequence) -> None:
         self._count(sequence, -1)
@@ -382,4 +397,5 @@ class Engine:
         else:
             self._reading.pop(sequence, None)
         del self.running[sequence]
+        self._drafted -= sequence.drafts > 0
         self.reserved -= sequence.reserved

@@ -218,14 +218,21 @@ class Drafting:
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         self._take(command, config, self._length.beside(len(self._sequences)), blocks)
 
-    def leave(self) -> list[AddSequence]:
-        """Forget every sequence that can go on in the plain pipeline; return the commands that continue them.
+    def leave(self, starts: Callable[[int], bool]) -> AddSequence | None:
+        """Forget a sequence that can go on in the plain pipeline; return the command that continues it, if any can.
+
+        Of several it is the one that may make the most tokens.
 
         OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide or a seed, from a request's start.
         Sequences with these stay.
+
+        starts: whether a sequence has to stay until its prompt is read.
         """
-        movable = [id for id, sequence in self._sequences.items() if _movable(sequence.command)]
-        return [_continued(self._sequences.pop(id)) for id in movable]
+        movable = [one for id, one in self._sequences.items() if _movable(one.command) and not starts(id)]
+        if not movable:
+            return None
+        chosen = max(movable, key=lambda one: one.command.max_tokens - len(one.token_ids))
+        return _continued(self._sequences.pop(chosen.command.id))
 
     def observe(self, id: int, token_ids: list[int]) -> None:
         """Take in what a step gave to any sequence. For its first tokens in a pipeline nothing was drafted."""

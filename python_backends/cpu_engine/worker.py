@@ -70,7 +70,7 @@ class StepLoop:
         self._partial_blocks = partial_blocks
         self._step_budget = step_budget
         self._prompts: OrderedDict[int, tuple[AddSequence, genai.GenerationConfig]] = OrderedDict()  # not started yet
-        self._read_tokens: dict[int, int] = {}  # of each of those, in the prefix cache
+        self._read_tokens: OrderedDict[int, int] = OrderedDict()  # of each of those, in the prefix cache
         self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
         self._pieces = 0
         self._prompt_tokens, self._attended = 0, 0.0  # of the next step (step_budget)
@@ -88,6 +88,7 @@ class StepLoop:
             start_ns = time.monotonic_ns()
             self._score_prompt()
             self._return_to_drafting()
+            self._leave_drafting()
             self._start_prompts()
             self._advance(start_ns)
             if self._drafting.load is not None and not self._without_token:  # which loading would have delayed
@@ -204,7 +205,6 @@ class StepLoop:
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
         if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts), behind):
-            self._leave_drafting()
             self._prompts[command.id], self._read_tokens[command.id] = (command, config), command.cached_tokens
         elif not self._start(self._drafting.pipeline, command, config):
             return
@@ -280,16 +280,21 @@ class StepLoop:
             self._advance(time.monotonic_ns())
 
     def _leave_drafting(self) -> None:
-        """Continue in the plain pipeline, from the ids they have, all sequences of the other that can be moved."""
-        while any(map(self._partial_blocks.starts, self._drafting)):
-            self._advance(time.monotonic_ns())
-        commands = self._drafting.leave()
-        for command in commands:
-            config = self._stopped(command)
-            self._drafting.follow(command)
-            self._start(self._pipeline, command, config)
-        if commands and not self._drafting:
-            self._step(drafts=True, plain=False)  # frees their blocks
+        """Continue a sequence that is drafted for in the plain pipeline, from the ids it has, where that one has any.
+
+        One in each step, since it is read again: together they would stop all streams for as long as all of them take.
+        None in the step that reads the first prompt of the plain pipeline, which would wait for it.
+        """
+        waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
+        command = self._drafting.leave(self._partial_blocks.starts) if self._plain() and not waits else None
+        if command is None:
+            return
+        config = self._stopped(command)
+        self._prompts[command.id], self._read_tokens[command.id] = (command, config), 0
+        for waiting in (self._prompts, self._read_tokens):
+            waiting.move_to_end(command.id, last=False)  # its stream has begun
+        if not self._drafting:
+            self._step(drafts=True, plain=False)  # frees its blocks
 
     def _return_to_drafting(self) -> None:
         """Continue in the pipeline that drafts the sequences of the plain one, where few are left of a busier time."""

@@ -129,6 +129,14 @@ def test_a_request_alone_takes_the_steps_of_its_drafts():
     assert ends(drafting_replica(1.0), *five) == pytest.approx(ends(REPLICA, *five), rel=0.1)
 
 
+def test_one_that_comes_beside_drafts_does_not_wait_for_those_that_are_read_again():
+    four, late = [Request(0.2 * n, 250, 400) for n in range(4)], Request(1.5, 32, 50)
+    done = serve(drafting_replica(0.5), [*four, late]).done
+    assert len(done) == 5
+    again_s = 4 * DRAFTS.prompt_s(300, REPLICA.chunk_tokens)
+    assert late.first_s - late.at_s < DRAFTS.prompt_s(32, REPLICA.chunk_tokens, 4, 300) + 0.25 * again_s
+
+
 def test_acceptance_changes_within_an_answer():
     [end_s] = ends(drafting_replica((0.0, 0.0, 1.0)), (0.0, 32, 16 + 9 * 10))
     steps_s = [DRAFTS.seconds(1, 33 + n, 0, 8) for n in range(15)]

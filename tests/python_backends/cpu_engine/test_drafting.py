@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import threading
@@ -27,6 +28,10 @@ SPECULATION = {"mode": "prompt_lookup", "max_draft_len": 6, "ngram_size": 3}
 
 
 LIMITS = EngineLimits(vocab_size=300, max_seq_len=320, max_batch_size=8, kv_cache_blocks=64, max_draft_len=6)
+
+
+def started(_: int) -> bool:
+    return False
 
 
 def test_the_length_follows_the_load():
@@ -178,7 +183,7 @@ def test_an_engine_without_drafts_admits_none():
     drafting = Drafting(None, dataclasses.replace(LIMITS, max_draft_len=0))
     for max_tokens in (1, 20):
         assert not drafting.admit(command(1, max_tokens=max_tokens), genai.GenerationConfig(), running=0)
-    assert not drafting.leave() and len(drafting) == 0 and drafting.take_counts() == (0, 0)
+    assert drafting.leave(started) is None and len(drafting) == 0 and drafting.take_counts() == (0, 0)
 
 
 def test_the_second_kv_cache_is_not_overcommitted():
@@ -199,14 +204,23 @@ def test_sequences_leave_with_what_they_have_generated():
     drafting.observe(1, [8, 9])
     for id, (key, value) in enumerate(stay.items(), 2):
         drafting.admit(command(id, **{key: value}), genai.GenerationConfig(), running=id - 1)
-    (moved,) = drafting.leave()
+    assert drafting.leave(lambda id: id == 1) is None and len(drafting) == 4
+    moved = drafting.leave(started)
     assert (moved.id, moved.input_ids.tolist(), moved.max_tokens) == (1, [*range(10), 7, 8, 9], 17)
     assert moved.sampling.min_tokens == 1 and moved.stop_ids == frozenset({0})
-    assert len(drafting) == 3 and not drafting.leave()
+    assert len(drafting) == 3 and drafting.leave(started) is None
     sampled = Drafting(None, LIMITS, 3)
     sampled.admit(command(1, top_k=0, seed=5), genai.GenerationConfig(), running=0)
     sampled.admit(command(2, top_k=0), genai.GenerationConfig(), running=1)
-    assert [each.id for each in sampled.leave()] == [2]
+    assert sampled.leave(started).id == 2 and sampled.leave(started) is None
+
+
+def test_of_several_the_one_that_may_make_the_most_tokens_leaves_first():
+    drafting = Drafting(None, LIMITS, 3)
+    for id, most in enumerate((20, 40, 30)):
+        drafting.admit(command(id, max_tokens=most), genai.GenerationConfig(), running=id)
+        drafting.observe(id, [7] * (15 if id == 1 else 1))
+    assert [drafting.leave(started).id for _ in range(3)] == [2, 1, 0] and drafting.leave(started) is None
 
 
 def test_counts_are_of_the_sequences_that_draft():
@@ -291,6 +305,10 @@ def ended(listener: Listener) -> set[int]:
     return {o.id for report in listener.reports for o in report.outputs if o.event.last}
 
 
+def begun(listener: Listener) -> set[int]:
+    return {o.id for report in listener.reports for o in report.outputs if o.token_ids}
+
+
 def begin_drafting(link: WorkerLink, listener: Listener) -> None:
     """Send short requests, one after the other, until one drafts; the first does not."""
     for id in range(1000, 1200):
@@ -305,11 +323,11 @@ def begin_drafting(link: WorkerLink, listener: Listener) -> None:
 
 
 def generated(
-    engine_dir, requests, beside: int = 0, lengths: dict[int, int] | None = None
+    engine_dir, requests, beside: int = 0, lengths: dict[int, int] | None = None, *, apart: bool = False
 ) -> tuple[list[list[int]], Listener]:
     """Send requests to a worker of the engine, the next when ``beside`` others run; return the ids of each.
 
-    lengths: of answers, by request, in place of 60 tokens.
+    lengths: of answers, by request, in place of 60 tokens. apart: each is sent when the one before has tokens.
     """
     listener = Listener()
     link = WorkerLink(engine_dir, listener)
@@ -324,7 +342,7 @@ def generated(
     try:
         for id, (prompt, sampling, guide) in enumerate(requests, 1):
             stops = frozenset({256})
-            listener.wait(lambda id=id: room(id))
+            listener.wait(lambda id=id: room(id) and (not apart or id - 1 in {0, *begun(listener)}))
             tokens = (lengths or {}).get(id, 60)
             link.send(AddSequence(id, np.array(prompt, np.int64), tokens, sampling, stops, guide=guide))
         listener.wait(lambda: len(ended(listener)) == len(requests) or listener.dead)
@@ -406,6 +424,21 @@ def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(triton_type
     assert drafted == plain and listener.log_probs == pytest.approx(undrafted.log_probs, abs=1e-4)
     alone = [report for report in listener.reports if [output.id for output in report.outputs] == [1]]
     assert sum(report.drafting for report in alone[-10:]) >= 8
+
+
+@pytest.mark.slow
+def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine):
+    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
+    plain, _ = generated(tiny_engine, requests, len(requests))
+    drafted, listener = generated(drafting_engine, requests, len(requests), apart=True)
+    assert drafted == plain
+    until = next(n for n, report in enumerate(listener.reports) if any(o.event.last for o in report.outputs))
+    counts = [report.drafting for report in listener.reports[:until]]
+    assert max(counts) >= 2 and counts[-1] == 0
+    assert all(before - after <= 1 for before, after in itertools.pairwise(counts))
+    # No stream waits for another one to be read again.
+    for before, after in itertools.pairwise(listener.reports[:until]):
+        assert {o.id for o in before.outputs if o.token_ids} <= {o.id for o in after.outputs if o.token_ids}
 
 
 @pytest.mark.slow
