@@ -33,9 +33,10 @@ _TIME_WEIGHT = 1 / 16  # of a step in the moving averages of times
 _ENOUGH = 4  # steps, until their average counts
 _OUTLIER = 2.0  # times the average: the process waited for a core
 
-# Weights of a step in the moving average. Answers begin to repeat themselves late: where bursts end drafting after a
-# few tokens, time and again, these must not tell what later ones would gain.
-_EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.005, 0.02
+# Weights of a step in the moving average, which is over several answers: some repeat themselves and some never do, and
+# after drafting has ended, it takes RETRY_AFTER requests until it is tried again. Answers begin to repeat themselves
+# late: where bursts end drafting after a few tokens, time and again, these must not tell what later ones would gain.
+_EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.002, 0.005
 
 
 class StepTimes:

@@ -43,11 +43,22 @@ def test_the_length_follows_the_load():
 
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
-    for _ in range(100):
+    for _ in range(200):
         length.observe(1, 0, 16)
     assert [length.choose(0) for _ in range(RETRY_AFTER)] == [0] * (RETRY_AFTER - 1) + [8]
     for _ in range(100):
         length.observe(1, 3, 16)
+    assert length.choose(0) == 8
+
+
+def test_one_text_that_does_not_repeat_itself_ends_no_drafting_that_gains():
+    length = DraftLength(8)
+    timed(length, 0.02, 0.032)
+    for _ in range(3):
+        for _ in range(60):
+            length.observe(1, 3, 16)
+    for _ in range(100):
+        length.observe(1, 0, 16)
     assert length.choose(0) == 8
 
 
@@ -57,7 +68,7 @@ def test_the_beginnings_of_answers_tell_less_than_what_follows():
     for position in [*range(1, 11)] * 8:
         length.observe(1, 0, position)
     assert length.choose(0) == 8
-    for position in [*range(1, 11)] * 20:
+    for position in [*range(1, 11)] * 40:
         length.observe(1, 0, position)
     assert length.choose(0) == 0
     for position in range(1, 200, 9):
