@@ -30,7 +30,7 @@ class StepBudget:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self.short = most, min(WHOLE_PROMPT_TOKENS, most)
+        self.most, self.short = most, min(WHOLE_PROMPT_TOKENS, most)
         # Of a step, of 32 running sequences, of 128 prompt tokens, and of 1,024 tokens before each of those.
         self._seconds = [0.0] * len(_SCALES)
         self._covariance = [[_UNCERTAIN * (i == j) for j in range(len(_SCALES))] for i in range(len(_SCALES))]
@@ -61,7 +61,7 @@ class StepBudget:
         waiting: prompts that are not read. The more of them wait for each running sequence, the longer is the step.
         begin: tokens of the first of these prompts that were read: the more, the longer take those that follow.
         """
-        room = max(BLOCK_TOKENS, self._most - running)
+        room = max(BLOCK_TOKENS, self.most - running)
         if not running:
             return room
         if self._seen < _ENOUGH:

@@ -73,7 +73,7 @@ class StepLoop:
         self._read_tokens: OrderedDict[int, int] = OrderedDict()  # of each of those, in the prefix cache
         self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
         self._pieces = 0
-        self._prompt_tokens, self._attended = 0, 0.0  # of the next step (step_budget)
+        self._prompt_tokens, self._attended = 0, 0.0  # that steps are to read (step_budget)
         self._scheduled = 0  # requests in the last step
         self._cache_usage = 0.0  # of the fuller pipeline
 
@@ -97,8 +97,8 @@ class StepLoop:
 
     def _advance(self, start_ns: int) -> None:
         """Step once, and report."""
-        running, tokens, before = self._decoding(), self._prompt_tokens, self._attended
-        self._prompt_tokens, self._attended = 0, 0.0
+        running = self._decoding()
+        tokens, before = self._take_prompt_tokens(running)
         drafts, plain = len(self._drafting), self._plain()
         began_s = time.perf_counter()
         self._step(drafts=drafts > 0, plain=plain > 0)
@@ -114,6 +114,19 @@ class StepLoop:
         for id in [id for id in self._leaving if not self._partial_blocks.starts(id)]:
             self._leaving.discard(id)
             self._end(id)
+
+    def _take_prompt_tokens(self, running: int) -> tuple[int, float]:
+        """Return the prompt tokens that the next step reads beside sequences, and what they attend to; the pipeline
+        leaves those that it has no places for to the steps after it."""
+        if self._step_budget is None:
+            return 0, 0.0
+        tokens, before = self._prompt_tokens, self._attended
+        part = min(1.0, max(0, self._step_budget.most - running) / tokens) if tokens else 1.0
+        if self._piece is None and not any(id in self._handles for id in self._without_token):
+            part = 1.0  # the rest was cancelled
+        taken = round(part * tokens)
+        self._prompt_tokens, self._attended = tokens - taken, (1 - part) * before
+        return taken, part * before
 
     def _plain(self) -> int:
         """Return the requests of the plain pipeline."""

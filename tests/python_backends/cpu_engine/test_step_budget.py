@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract import manifest as manifests
 from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN
 from python_backends.cpu_engine.step_budget import StepBudget, attended
+from python_backends.ensemble.worker_messages import EndSequence
 from tests.python_backends.cpu_engine.test_partial_blocks import Schedule, sequence, undisturbed
 
 
@@ -112,3 +114,39 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_before_it(triton_types, tin
     assert schedule.generated[2] == undisturbed(tiny_engine, short, 4)
     tokens = [tokens for tokens, _ in budget.read]
     assert tokens == [BLOCK_TOKENS, BLOCK_TOKENS + len(short), *[BLOCK_TOKENS] * 4, len(long) - 6 * BLOCK_TOKENS]
+
+
+class Kept(StepBudget):
+    """Keeps what the steps read."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.read = list[tuple[int, int, float]]()
+
+    def observe(self, running: int, tokens: int, attended: float, taken_s: float) -> None:
+        super().observe(running, tokens, attended, taken_s)
+        self.read.append((running, tokens, attended))
+
+
+@pytest.mark.slow
+def test_prompts_that_come_together_count_in_the_steps_that_have_places_for_them(triton_types, tiny_engine):
+    """They were all counted in the first of these steps, and tokens were taken for a quarter of what they cost."""
+    most = manifests.load(tiny_engine).max_num_tokens
+    prompts = [[(7 * n + id) % 256 for n in range(40)] for id in range(6)]
+    budget, commands = Kept(most), iter([[sequence(id, prompt, 8) for id, prompt in enumerate(prompts, 1)]])
+    schedule = Schedule(lambda schedule: next(commands, None)).run(tiny_engine, budget)
+    assert [len(ids) for ids in schedule.generated.values()] == [8] * len(prompts)
+    assert all(tokens <= most - running for running, tokens, _ in budget.read)
+    assert sum(tokens for _, tokens, _ in budget.read) == sum(map(len, prompts))
+    assert sum(before for *_, before in budget.read) == pytest.approx(sum(attended(0, len(one)) for one in prompts))
+
+
+@pytest.mark.slow
+def test_tokens_of_a_cancelled_prompt_count_in_no_later_step(triton_types, tiny_engine):
+    most = manifests.load(tiny_engine).max_num_tokens
+    prompts = [[(7 * n + id) % 256 for n in range(40)] for id in range(6)]
+    first = [sequence(id, prompt, 2) for id, prompt in enumerate(prompts, 1)]
+    steps = iter([first, [EndSequence(id) for id in range(1, 7)], *[[]] * 12, [sequence(7, prompts[0][:20], 30)]])
+    budget = Kept(most)
+    assert len(Schedule(lambda schedule: next(steps, None)).run(tiny_engine, budget).generated[7]) == 30
+    assert not any(tokens for _, tokens, _ in budget.read[-28:])
