@@ -111,6 +111,7 @@ class StepLoop:
             self._piece = None
             self._partial_blocks.end(_PIECE_IDS + self._pieces)
         self._report(start_ns)
+        self._forget_prompt_tokens()
         for id in [id for id in self._leaving if not self._partial_blocks.starts(id)]:
             self._leaving.discard(id)
             self._end(id)
@@ -118,15 +119,17 @@ class StepLoop:
     def _take_prompt_tokens(self, running: int) -> tuple[int, float]:
         """Return the prompt tokens that the next step reads beside sequences, and what they attend to; the pipeline
         leaves those that it has no places for to the steps after it."""
-        if self._step_budget is None:
-            return 0, 0.0
-        tokens, before = self._prompt_tokens, self._attended
-        part = min(1.0, max(0, self._step_budget.most - running) / tokens) if tokens else 1.0
-        if self._piece is None and not any(id in self._handles for id in self._without_token):
-            part = 1.0  # the rest was cancelled
+        tokens, before, part = self._prompt_tokens, self._attended, 1.0
+        if self._step_budget is not None and tokens > self._step_budget.most - running:
+            part = max(0, self._step_budget.most - running) / tokens
         taken = round(part * tokens)
         self._prompt_tokens, self._attended = tokens - taken, (1 - part) * before
         return taken, part * before
+
+    def _forget_prompt_tokens(self) -> None:
+        """Forget tokens that no step reads: the prefix cache had them, or their prompts were refused."""
+        if self._prompt_tokens and self._piece is None and not any(id in self._handles for id in self._without_token):
+            self._prompt_tokens, self._attended = 0, 0.0
 
     def _plain(self) -> int:
         """Return the requests of the plain pipeline."""
@@ -247,10 +250,10 @@ class StepLoop:
                 long = long or command
                 continue
             del self._prompts[id], self._read_tokens[id]
-            self._count(read, unread)
             left -= unread
             self._drafting.follow(command)
-            self._start(self._pipeline, command, config)
+            if self._start(self._pipeline, command, config):  # steps that it waits for do not read it
+                self._count(read, unread)
         if long is not None:
             unread = long.input_ids.size - self._read_tokens[long.id]
             blocks = min(max(1, round(left / BLOCK_TOKENS)), (unread - 1) // BLOCK_TOKENS)
@@ -298,8 +301,10 @@ class StepLoop:
         One in each step, since it is read again: together they would stop all streams for as long as all of them take.
         None in the step that reads the first prompt of the plain pipeline, which would wait for it.
         """
+        if not (self._drafting and self._plain()):
+            return
         waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
-        command = self._drafting.leave(self._partial_blocks.starts) if self._plain() and not waits else None
+        command = None if waits else self._drafting.leave(self._partial_blocks.starts)
         if command is None:
             return
         config = self._stopped(command)

@@ -150,3 +150,16 @@ def test_tokens_of_a_cancelled_prompt_count_in_no_later_step(triton_types, tiny_
     budget = Kept(most)
     assert len(Schedule(lambda schedule: next(steps, None)).run(tiny_engine, budget).generated[7]) == 30
     assert not any(tokens for _, tokens, _ in budget.read[-28:])
+
+
+@pytest.mark.slow
+def test_tokens_that_the_prefix_cache_had_count_in_no_later_step(triton_types, tiny_engine):
+    """Nobody told the engine that it had them: it counts whole prompts, and their steps read the ends."""
+    most = manifests.load(tiny_engine).max_num_tokens
+    prompts = [[(7 * n + id) % 256 for n in range(40)] for id in range(6)]
+    again = [sequence(6 + id, prompt, 30) for id, prompt in enumerate(prompts, 1)]
+    steps = iter([[sequence(id, prompt, 2) for id, prompt in enumerate(prompts, 1)], *[[]] * 12, again])
+    budget = Kept(most)
+    Schedule(lambda schedule: next(steps, None)).run(tiny_engine, budget)
+    assert all(tokens <= most - running for running, tokens, _ in budget.read)
+    assert not any(tokens for _, tokens, _ in budget.read[-20:])
