@@ -66,6 +66,13 @@ class Metrics:
 
         Gauges come last: a page that was read meanwhile and says that nothing runs has counted what ran.
         """
+        try:
+            self._send_pending()
+        except Exception:
+            self._gauges.clear()  # which of them were sent is unknown, so the next values all are
+            raise
+
+    def _send_pending(self) -> None:
         sums: dict[Any, float] = {}
         gauges: dict[Any, float] = {}
         for _ in range(len(self._pending)):

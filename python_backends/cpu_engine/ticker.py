@@ -17,9 +17,11 @@ from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream import Stream
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.triton_io import log_error
 
 TICK_S = 0.02
 _MIN_PAUSE_S = 0.001
+_PAUSE_AFTER_FAILURE_S = 0.5
 _GAUGES_S = 0.1  # between two updates, TensorRT-LLM's stats_check_period_ms
 
 # A stream without a response for so long is probed, so that a disconnected client is detected even while its prompt is
@@ -102,28 +104,38 @@ class Ticker:
     def _run(self) -> None:
         while not self._closed:
             self._work.wait()
-            self._end_disconnected()
-            self._cost.update(self._clock_ns(), self._senders.sent)
-            with self._senders:
-                now_ns = self._clock_ns()
-                if self._window.expired(now_ns, self._scheduler.running):
-                    self._senders.flush(self._streams.values())
-                if now_ns >= self._check_ns:
-                    self._check_ns = now_ns + self._check_streams(now_ns)
-                idle = not self._streams and not self._scheduler.running
-                if idle:
-                    self._work.clear()
-                show = idle or self._since_gauges_s >= _GAUGES_S
-                load = self._load() if show else None
-                pause_s = self._pause_s()
-            if load is not None:
-                self._metrics.show(load)
-                self._since_gauges_s = 0.0
+            try:
+                pause_s = self._tick()
+            except Exception as exc:  # the thread's outer edge: without it no deadline would be kept any more
+                log_error(f"tick failed: error={exc!r}")
+                self._work.set()
+                pause_s = _PAUSE_AFTER_FAILURE_S
             self._since_gauges_s += pause_s
             time.sleep(pause_s)
         with self._senders:
             load = self._load()
         self._metrics.show(load)
+
+    def _tick(self) -> float:
+        """Do what is due; return the time until the next tick."""
+        self._end_disconnected()
+        self._cost.update(self._clock_ns(), self._senders.sent)
+        with self._senders:
+            now_ns = self._clock_ns()
+            if self._window.expired(now_ns, self._scheduler.running):
+                self._senders.flush(self._streams.values())
+            if now_ns >= self._check_ns:
+                self._check_ns = now_ns + self._check_streams(now_ns)
+            idle = not self._streams and not self._scheduler.running
+            if idle:
+                self._work.clear()
+            show = idle or self._since_gauges_s >= _GAUGES_S
+            load = self._load() if show else None
+            pause_s = self._pause_s()
+        if load is not None:
+            self._metrics.show(load)
+            self._since_gauges_s = 0.0
+        return pause_s
 
     def _end_disconnected(self) -> None:
         """End the requests without a stream whose HTTP clients have disconnected: those of others show at a response.

@@ -22,6 +22,15 @@ PATIENCE_S = 180.0
 # For what a moment's standstill of the machine hides and a wrong server never shows.
 TRIES = 20
 
+# What is shown of a page that was waited for in vain.
+_STATE = (
+    "nv_trt_llm_request_metrics",
+    'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used"',
+    "nv_trt_llm_general_metrics",
+    "trident_open_streams",
+    "trident_requests_total",
+)
+
 Page = dict[str, float]
 
 
@@ -52,7 +61,7 @@ async def until(replica: Replica, condition: Callable[[Page], bool]) -> Page:
     """The first metrics page that is as wanted. Gauges and counters are up to 100 ms old."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition(page := await asyncio.to_thread(metrics, replica.metrics_url)):
-        assert time.monotonic() < deadline_s, {key: n for key, n in page.items() if key.startswith(("nv_trt", "tri"))}
+        assert time.monotonic() < deadline_s, {key: n for key, n in page.items() if key.startswith(_STATE)}
         await asyncio.sleep(0.02)
     return page
 

@@ -46,6 +46,18 @@ def test_a_gauge_set_to_what_it_shows_is_not_sent_again(metrics_of_model, triton
     assert triton.families["running"].Metric({"kind": "a"}).calls == [1, 2, 1]
 
 
+def test_gauges_of_a_flush_that_failed_are_sent_by_the_next(metrics_of_model, triton, monkeypatch):
+    show, add = metrics_of_model.gauge("running", "Requests"), metrics_of_model.counter("requests_total", "Requests")
+    monkeypatch.setattr(triton.families["requests_total"].Metric({}), "increment", lambda value: 1 / 0)
+    show(3)
+    add()
+    with pytest.raises(ZeroDivisionError):
+        metrics_of_model.flush()
+    show(3)
+    metrics_of_model.flush()
+    assert triton.metric_value("running") == 3
+
+
 def test_gauges_are_sent_after_the_counters_with_their_last_value(metrics_of_model, triton, monkeypatch):
     sent = []
     show, add = metrics_of_model.gauge("running", "Requests"), metrics_of_model.counter("requests_total", "Requests")

@@ -102,6 +102,28 @@ def test_it_ticks_while_a_stream_lives_and_sleeps_after_the_last(setting):
     assert setting.recorder.loads[-1].running == 0
 
 
+def test_a_tick_that_fails_does_not_end_those_after_it(setting, monkeypatch):
+    failures = iter([RuntimeError("no shared memory")])
+
+    def show(load):
+        for failure in failures:
+            raise failure
+        setting.recorder.loads.append(load)
+
+    monkeypatch.setattr(setting.recorder, "show", show)
+    setting.add(timeout_ns=10**9)
+    until(lambda: setting.recorder.loads)
+    setting.now_ns += 10**12
+    until(lambda: setting.ended)
+
+
+def test_gauges_that_could_not_be_shown_are_shown_although_nothing_runs(setting, monkeypatch):
+    show, tries = setting.recorder.show, iter([False])
+    monkeypatch.setattr(setting.recorder, "show", lambda load: show(load) if next(tries, True) else 1 / 0)
+    setting.ticker.wake()  # for one tick
+    until(lambda: setting.recorder.loads and setting.ticker.idle)
+
+
 def test_a_stream_past_its_deadline_is_ended(setting):
     one = setting.add(timeout_ns=10**9)
     setting.now_ns += 10**12
