@@ -147,9 +147,10 @@ chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 # Where the environment forbids to store bytecode, every process that the tests start would compile the project anew.
 test test-fast search: export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time, because the slow ones wait more than they work. Every worker collects all that is named: only what has such tests.
+# Those of Ray come first: at the end their longest file would run alone for minutes.
 test: test-fast ## every test but those of test-build, also with a real tritonserver
 	$(BIN)/python -m pytest -m "end_to_end or slow" -n 3 --dist loadfile --no-loadscope-reorder \
-	  tests/end_to_end $$(grep -rlE --include='test_*.py' 'mark\.(end_to_end|slow)' tests)
+	  tests/cluster/ray tests/end_to_end $$(grep -rlE --include='test_*.py' 'mark\.(end_to_end|slow)' tests)
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
 FAST := -m "not end_to_end and not slow and not build_env and not simulation and not evals"
