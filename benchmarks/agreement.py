@@ -1,8 +1,11 @@
 """Compare our load generator with NVIDIA's perf_analyzer and AIPerf: the same load, server and machine, in turns.
 
 perf_analyzer and ours load the ensemble over gRPC, AIPerf and ours the gateway over HTTP, with prompts of equal length
-that the server has not seen. A figure agrees if the clients' medians differ by no more than their own rounds do. A
-client that takes much CPU takes it from a server on the same cores: the table tells how much.
+that the server has not seen. A figure agrees if the clients' medians differ by no more than their own rounds do.
+
+The clients have a core for themselves, and a server that is started here has the others: AIPerf takes fifty times our
+generator's CPU, and a server on the same cores would be slower beside it. Of a machine with one core, and beside a
+server that runs already, the table tells how much CPU they took.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import aiperf, figures, machine, peer_servers, perf_analyzer, report
 from benchmarks.arrivals import Arrival, Trace
@@ -30,7 +34,8 @@ from contract.errors import EngineFailed, InvalidArgument, NotFound
 WARMUP = 4  # requests before the first round
 CPU = "CPU of the client, s"  # its start included; not compared
 PERF_ANALYZER, AIPERF = "perf_analyzer", "AIPerf"
-# Streams at once, where a client has a core of two for itself: AIPerf's processes take that much for a few streams.
+# Streams at once: for a few, AIPerf's processes take a whole core.
+T = TypeVar("T")
 STREAMS = {PERF_ANALYZER: (1, 8, 32), AIPERF: (1, 4)}
 
 
@@ -149,15 +154,24 @@ def run(
             print(described([one]), flush=True)
             keep()
 
+    cores = machine.cores()
+
+    def started(stack: ExitStack, server: AbstractContextManager[T]) -> T:
+        """Start a server on all cores but the last, which the clients have from then on."""
+        with machine.on_cores(cores[:-1] or cores):
+            running = stack.enter_context(server)
+        stack.enter_context(machine.on_cores(cores[-1:]))
+        return running
+
     def by_perf_analyzer(stack: ExitStack) -> None:
-        server = url or stack.enter_context(running_server(engine)).url
+        server = url or started(stack, running_server(engine)).url
         target = partial(EnsembleTarget, server, timings=False, model="ensemble")
         compare(target, perf_analyzer.tool(server, prompts, not unary))
 
     def by_aiperf(stack: ExitStack) -> None:
         if unary:
             raise NotFound("it is compared on streams only")
-        gateway = url or stack.enter_context(peer_servers.gateway(engine))
+        gateway = url or started(stack, peer_servers.gateway(engine))
         target = partial(OpenAITarget, gateway, engine, peer_servers.WITH_USAGE)
         compare(target, aiperf.tool(gateway, engine, ENGINES / engine))
 

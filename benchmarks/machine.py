@@ -6,6 +6,8 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,20 @@ def _ours_s() -> float:
 def cores() -> list[int]:
     """Return the numbers of the cores that we may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def on_cores(numbers: Sequence[int]) -> Iterator[None]:
+    """Keep this thread, and the processes that it starts, on some of the cores; on all where a system cannot."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, numbers)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def cpu_flags() -> set[str]:

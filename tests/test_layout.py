@@ -36,6 +36,7 @@ OUTER_EDGES = (
     "python_backends/*/model.py",
     "python_backends/*/link.py",
     "python_backends/*/response_senders.py",
+    "python_backends/*/ticker.py",
     "python_backends/detokenizer/request_id_streams.py",
     "gateway/api/openai_http.py",
     "gateway/hooks/hook.py",

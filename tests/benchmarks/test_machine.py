@@ -1,4 +1,6 @@
+import json
 import platform
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +24,13 @@ def test_this_machine_is_described():
     now, conditions = machine.cpu_time(), machine.described()
     assert 0 < now.busy_s < now.total_s
     assert conditions["cores"] >= 1 and conditions["load_average_1min"] >= 0 and conditions["cpu"]
+
+
+def test_processes_started_on_some_cores_stay_there():
+    every, command = machine.cores(), [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    with machine.on_cores(every[-1:]):
+        assert json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == every[-1:]
+    assert machine.cores() == every
 
 
 def test_our_own_work_is_no_disturbance(monkeypatch):
