@@ -3,9 +3,9 @@
 perf_analyzer and ours load the ensemble over gRPC, AIPerf and ours the gateway over HTTP, with prompts of equal length
 that the server has not seen. A figure agrees if the clients' medians differ by no more than their own rounds do.
 
-The clients have a core for themselves, and a server that is started here has the others: AIPerf takes fifty times our
-generator's CPU, and a server on the same cores would be slower beside it. Of a machine with one core, and beside a
-server that runs already, the table tells how much CPU they took.
+Clients run on the last core and a server that is started here on the others: AIPerf takes fifty times our generator's
+CPU, and a server on the same cores is slower beside it. With one core, or a server that runs already, they share cores;
+the table tells how much CPU the clients took.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
+T = TypeVar("T")
 WARMUP = 4  # requests before the first round
 CPU = "CPU of the client, s"  # its start included; not compared
 PERF_ANALYZER, AIPERF = "perf_analyzer", "AIPerf"
 # Streams at once: for a few, AIPerf's processes take a whole core.
-T = TypeVar("T")
 STREAMS = {PERF_ANALYZER: (1, 8, 32), AIPERF: (1, 4)}
 
 

@@ -121,7 +121,7 @@ def test_what_a_machine_lacks_is_not_answered_with_another_recipe():
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(gpu_recipes.tables())
 def test_every_refusal_has_an_alternative_and_every_one_works_when_it_is_typed_in(written):
     recipe = recipes.parse(written, "drawn.toml")
