@@ -348,8 +348,13 @@ class KServeEndpoint(GrpcEndpoint):
             if not carrier or _wants_status(error, request_context.carrier):
                 raise
             shown = for_caller(error, request_context.request_id)
-            await writer.write(carrier if shown is error else with_error(carrier, shown))
+            with contextlib.suppress(asyncio.CancelledError):  # the client may leave as soon as it has this
+                await writer.write(carrier if shown is error else with_error(carrier, shown))
             return error
+        except asyncio.CancelledError:
+            if relayed is None and not generation.finish_reason:
+                raise  # otherwise all was sent, and the client left before the end of the stream
+            return relayed
         return None
 
 

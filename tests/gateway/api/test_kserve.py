@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import queue
 import struct
@@ -32,6 +33,7 @@ from contract.errors import (
 from contract.generation import FinishReason
 from gateway.admission.prompt_tokens import PromptTokens
 from gateway.api import kserve
+from gateway.api.response_writer import ResponseWriter
 from gateway.config.tenant import Tenant
 from gateway.service import Service
 from gateway.telemetry.tracing import Tracing
@@ -370,6 +372,31 @@ async def test_a_caller_of_the_packed_ensemble_gets_and_pays_what_one_of_the_ens
             for metric in pages[2]:
                 if metric.startswith(("trident_gateway_tokens_total", "trident_gateway_requests_total")):
                     assert pages[2][metric] == 2 * pages[1].get(metric, 0), (name, metric)
+
+
+@pytest.mark.parametrize(("name", "code"), [("length", "OK"), ("failed", "INTERNAL"), ("failed at once", "INTERNAL")])
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_packed"])
+async def test_a_client_that_leaves_with_the_last_message_has_not_cancelled(model, name, code, monkeypatch):
+    write = ResponseWriter.write
+
+    async def write_and_hear_late(writer, data):
+        await write(writer, data)
+        await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(ResponseWriter, "write", write_and_hear_late)
+    script = dataclasses.replace(SCRIPTS[name], tokens_per_response=9)
+    async with FakeReplica(lambda seen: script, packed=True) as replica, gateway(replica, continuations=0) as running:
+        await until(lambda: running.service.replicas.all()[0].metrics.packed)
+        async with ours(running, model=model) as client, contextlib.aclosing(client.generate("x", max_tokens=5)) as got:
+            with contextlib.suppress(EngineFailed):
+                async for delta in got:
+                    if delta.finish_reason:
+                        break
+        page = await counted(running)
+    labels = f'code="{code}",operation="text_completion",protocol="grpc"'
+    assert page[f"trident_gateway_requests_total{{{labels}}}"] == 1
+    ended = [name for name in page if name.startswith("gen_ai_server_request_duration_seconds_count")]
+    assert len(ended) == 1 and "Cancelled" not in ended[0]
 
 
 async def test_a_stream_of_the_packed_ensemble_goes_on_at_a_replica_without_it():
