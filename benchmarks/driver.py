@@ -226,5 +226,7 @@ class _Run:
     async def watch_lag(self) -> None:
         while True:
             due_s = time.monotonic() + LAG_SAMPLE_S
-            await asyncio.sleep(LAG_SAMPLE_S)
-            self.use.lags_s.append(max(0.0, time.monotonic() - due_s))
+            try:
+                await asyncio.sleep(LAG_SAMPLE_S)
+            finally:  # a blocked loop may run again only when the load has ended, and this is cancelled
+                self.use.lags_s.append(max(0.0, time.monotonic() - due_s))

@@ -116,6 +116,12 @@ async def test_latency_counts_from_the_intended_instant_also_when_the_generator_
     assert max(result.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
 
 
+async def test_the_lag_of_a_loop_that_is_blocked_until_the_end_is_counted():
+    overdue_s = time.monotonic() - 1.0  # no request is waited for: all are sent in one turn of the loop
+    result = await driver.drive(Workload(arrivals=ALL_AT_ONCE), BlockingTarget(), Prompts(), COUNT, started_s=overdue_s)
+    assert max(result.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
+
+
 async def test_cancelled_requests_are_no_failures():
     async with FakeReplica(paced(10, gap_s=0.02)) as server:
         load = Workload(2, None, Fixed(5), Fixed(10), cancel_fraction=1.0)
