@@ -1,5 +1,7 @@
 """Pages of workers become one page: what is counted adds up, what all see alike stays."""
 
+import functools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -43,6 +45,23 @@ def test_counters_histograms_and_own_gauges_add_up_and_shared_ones_do_not(worker
     assert found["trident_gateway_release_weightr"] == 25
     assert found["gen_ai_server_x_seconds_count"] == len(every)
     assert found["gen_ai_server_x_seconds_bucket0.1"] == sum(one <= 0.1 for one in every)
+
+
+@given(st.lists(st.text(), min_size=1, max_size=5), st.lists(st.floats(), min_size=1, max_size=3))
+def test_labels_and_values_of_any_kind_are_those_of_the_workers(labels, values):
+    merged = WorkerMetrics()
+    for number, value in enumerate(values):
+        registry = CollectorRegistry()
+        gauge = Gauge("trident_gateway_pool_x", "Any \\ line\nof help.", ("one", "other"), registry=registry)
+        for label in labels:
+            gauge.labels(label, f" {label}}} 1").set(value)
+        merged.read(number, generate_latest(registry).decode())
+    [family] = [f for f in text_string_to_metric_families(merged.page().decode()) if f.name == "trident_gateway_pool_x"]
+    assert family.documentation == "Any \\ line\nof help." and family.type == "gauge"
+    assert {sample.labels["one"] for sample in family.samples} == set(labels)
+    for sample in family.samples:
+        assert sample.labels["other"] == f" {sample.labels['one']}}} 1"
+        assert repr(sample.value) == repr(functools.reduce(max, values))
 
 
 def test_a_worker_that_ended_leaves_its_counters_and_takes_its_gauges():
