@@ -1,7 +1,8 @@
 """One metrics page of the pages of several workers.
 
-Lines are added up by their text, which all workers write alike. The parent reads a page every few seconds on the event
-loop that admits requests, and prometheus_client's parser takes 25 times as long.
+Samples are added up by the text of their names and labels, which all workers write alike. The parent makes a page on
+the event loop that admits requests, and prometheus_client's parser takes 25 times as long; the one of
+contract/prometheus.py drops HELP and TYPE.
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ class KServeEndpoint(GrpcEndpoint):
             return error
         except asyncio.CancelledError:
             if relayed is None and not generation.finish_reason:
-                raise  # otherwise all was sent, and the client left before the end of the stream
+                raise  # otherwise the last message is sent or on its way, and the request is done
             return relayed
         return None
 
