@@ -12,6 +12,8 @@ import socket
 import threading
 from types import TracebackType
 
+from contract import thread_dump
+
 PERIOD_S = 1.0
 
 
@@ -31,6 +33,7 @@ class Heartbeat:
         self._calling = False
         self._hung = ""
         self._closed = threading.Event()
+        thread_dump.write_on_signal()  # which the supervisor sends before it ends this process as hung
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 

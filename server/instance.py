@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from contract import thread_dump
 from contract.errors import EngineFailed, TridentError
 from server import (
     hang_detection,
@@ -266,6 +267,7 @@ class ServerInstance:
             process.kill(stub.pid)
             return
         self._reported_hung.add(stub.model)
+        thread_dump.request(stub.pid)
         problem = f"{stub.model} process hangs ({stub.instance}: {reason})"
         self._report(StubFailed(stub.model, self._pipeline[stub.model].streams, problem))
 

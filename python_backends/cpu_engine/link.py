@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 from socket import socketpair
 from typing import Protocol
 
+from contract import thread_dump
 from contract.watchdog import Watchdog, cpu_s
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepReport
 
 _EXIT_TIMEOUT_S = 5  # for a worker that has closed its connection
 _CHECK_EVERY_S = 0.25
+_DUMP_S = 0.1  # for a signal to be handled
 
 
 class Listener(Protocol):
@@ -79,8 +82,15 @@ class WorkerLink:
             problem = self._watchdog.check(self._reports, working, used_s, time.monotonic())
             if problem:
                 self._hung = f"the engine process hung with {len(self._live)} requests ({problem}) and was killed"
+                self._dump_threads()
                 self._process.kill()
                 return
+
+    def _dump_threads(self) -> None:
+        """Write to the log where this process's threads and the worker's stand."""
+        for pid in (os.getpid(), self._process.pid):
+            thread_dump.request(pid)
+            time.sleep(_DUMP_S)
 
     def _send(self) -> None:
         while (command := self._commands.get()) is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from contract import failpoint
+from contract import failpoint, thread_dump
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from contract.scheduling import BLOCK_TOKENS
@@ -471,6 +471,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the server, which drains before it ends this process
     descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
     _lower_cpu_priority()
+    thread_dump.write_on_signal()
     connection = Connection(descriptor)
     try:
         manifest = manifests.load(engine_dir)

@@ -48,7 +48,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     server = getattr(item, "funcargs", {}).get("replica")
     if report.failed and server is not None:
         log = server.log()
-        report.sections.append(("tritonserver's log", log[-6000:]))
+        report.sections.append(("tritonserver's log", log[-20000:]))
         deaths = len(re.findall(r"unaligned \w+ chunk detected", log))
         seen = item.session.stash.setdefault(DEATHS, {})
         if deaths > seen.get(server.grpc_url, 0):

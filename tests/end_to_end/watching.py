@@ -13,9 +13,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from triton_requests import metric, metrics
 
+from contract import thread_dump
 from server.replica import Replica
 
 PATIENCE_S = 180.0
@@ -61,9 +64,18 @@ async def until(replica: Replica, condition: Callable[[Page], bool]) -> Page:
     """The first metrics page that is as wanted. Gauges and counters are up to 100 ms old."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition(page := await asyncio.to_thread(metrics, replica.metrics_url)):
-        assert time.monotonic() < deadline_s, {key: n for key, n in page.items() if key.startswith(_STATE)}
+        if time.monotonic() >= deadline_s:
+            await _in_vain(replica, page)
         await asyncio.sleep(0.02)
     return page
+
+
+async def _in_vain(replica: Replica, page: Page) -> NoReturn:
+    """Fail with the page; the threads of the stubs say in the log, which pytest shows, where they stand."""
+    for stub in replica.stubs():
+        thread_dump.request(stub.pid)
+        await asyncio.sleep(0.3)  # or they write at once, into each other's lines
+    pytest.fail(str({key: n for key, n in page.items() if key.startswith(_STATE)}))
 
 
 async def until_idle(replica: Replica) -> Page:

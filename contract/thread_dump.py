@@ -1,0 +1,28 @@
+"""Where the threads of a process that hangs stand: it writes their Python stacks to the server's log at a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+SIGNAL = signal.SIGUSR1
+# Of /proc/PID/status: the signals that the process has a handler for, as bits from 1 on.
+_HANDLED = "SigCgt:"
+
+
+def write_on_signal() -> None:
+    """Have this process write the stacks of its threads to stderr at SIGNAL, also while one holds the interpreter."""
+    faulthandler.register(SIGNAL, all_threads=True)
+
+
+def request(pid: int) -> bool:
+    """Have a process write its stacks; return False, with nothing sent, if it would not: the signal would end it."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if int(status.partition(_HANDLED)[2].split()[0], 16) >> (SIGNAL - 1) & 1:
+            os.kill(pid, SIGNAL)
+            return True
+    return False
