@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ from simulator.scenario import Persona, Pool, Scenario
 KNOWN = Path(__file__).with_name("fidelity.json")
 GOALS = {"ttft": 0.15, "latency": 0.10}  # errors of the 95th percentile, at most
 LOADS = 0.25, 0.5, 0.75  # of what the step model says that the replica can do
+ROUNDS = 3  # of the loads, in turns: a machine's speed drifts within minutes
 REPLAYS = 8  # of a load in the simulator: each draws other texts and other steps
+_SHOWN = [(what, q) for what in GOALS for q in (50, 95)]
 
 
 def known(scenario: Scenario) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
 
     Before them it gets the last load once: the first prompt of each length takes longer.
 
-    seconds: of each load. input_tokens, output_tokens: distributions, as those of a persona.
+    seconds: of each load, in ROUNDS parts. input_tokens, output_tokens: distributions, as those of a persona.
     Raises InvalidArgument for seconds, lengths, or an engine without a step model; EngineFailed.
     """
     if not 1 <= seconds <= 3600:
@@ -63,40 +66,38 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     decode_s = mean_out * kind.step.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
     request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s + kind.request_s
     before, used_s = machine.cpu_time(), _used_s()
-    rows: list[tuple[str, ...]] = []
-    errors: dict[str, list[float]] = {}
+    compared = {part: _Compared() for part in LOADS}
+    turns = [(LOADS[-1], seconds), *((part, seconds / ROUNDS) for _ in range(ROUNDS) for part in LOADS)]
     with TemporaryDirectory() as logs, running_server(engine) as server:
         settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
         ratios = [speed.steps_take(server)]
         with contenders.gateway(server.url, Path(logs), settings=settings) as gateway:
-            for nth, part in enumerate((LOADS[-1], *LOADS)):
-                # Prompts of another load would be in the prefix cache.
+            for nth, (part, turn_s) in enumerate(turns):
+                # Prompts of another turn would be in the prefix cache.
                 workload = Workload(None, Poisson(part / request_s), prompts_of, answers, seed=seed + nth)
                 prompts = partial(Prompts.for_engine, server.engine_folder)
                 target = partial(EnsembleTarget, gateway.urls["grpc"])
-                result = generator_processes.run(Load(workload, Extent(seconds, 2.0), target, prompts))
+                result = generator_processes.run(Load(workload, Extent(turn_s, 2.0), target, prompts))
                 real = [record for record in result.records if record.ok]
                 if not nth:
                     continue
-                trace = Path(logs) / f"{part}.jsonl"
+                trace = Path(logs) / f"{nth}.jsonl"
                 trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
                 people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
-                forecast_of = Scenario(duration_s=seconds + 2.0, pools={"main": pool}, personas=people)
-                simulated = [one for again in range(REPLAYS) for one in run(forecast_of, seed + again).everyone]
-                for what in ("ttft", "latency"):
-                    for q in (50, 95):
-                        measured, forecast = (_percentile(records, what, q) for records in (real, simulated))
-                        error = forecast / measured - 1
-                        errors[f"{what}_p{q}_error"] = [*errors.get(f"{what}_p{q}_error", []), error]
-                        load = f"{part:.0%}, {len(real)} requests"
-                        rows.append((f"{load}: {what} p{q}", ms(measured), ms(forecast), share(error)))
+                forecast_of = Scenario(duration_s=turn_s + 2.0, pools={"main": pool}, personas=people)
+                compared[part].real.extend(real)
+                for again, replay in enumerate(compared[part].replays):
+                    replay += run(forecast_of, seed + again).everyone
         ratios.append(speed.steps_take(server))
     steps_take = max(ratios, key=lambda ratio: abs(ratio - 1))
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
     print(f"  {step_model.described_drift(steps_take)}")
-    print(table(rows, ("load", "measured, ms", "simulated, ms", "error")))
-    worst = {name: max(values, key=abs) for name, values in errors.items()}
+    names = ("load", "measured, ms", "simulated, ms", "error", "of a replay alone")
+    print(table([row for part, load in compared.items() for row in load.rows(f"{part:.0%}")], names))
+    worst = {
+        f"{what}_p{q}_error": max((load.error(what, q) for load in compared.values()), key=abs) for what, q in _SHOWN
+    }
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
     found |= {
         "when": datetime.now(timezone.utc).date().isoformat(),
@@ -111,6 +112,36 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
         error = worst[f"{what}_p95_error"]
         print(f"  {'met   ' if abs(error) <= goal else 'MISSED'}  {what} p95 within {goal:.0%}: {error:+.1%} at worst")
     return found
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One load: what its requests got, and what they got in each replay."""
+
+    real: list[Record] = field(default_factory=list)
+    replays: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(REPLAYS)])
+
+    def forecast(self, what: str, q: int) -> float:
+        return _percentile([record for replay in self.replays for record in replay], what, q)
+
+    def error(self, what: str, q: int) -> float:
+        return self.forecast(what, q) / _percentile(self.real, what, q) - 1
+
+    def chance(self, what: str, q: int) -> float:
+        """Return the error that a load of so many requests shows by chance: the standard deviation of the replays."""
+        return float(np.std([_percentile(replay, what, q) for replay in self.replays])) / self.forecast(what, q)
+
+    def rows(self, load: str) -> list[tuple[str, ...]]:
+        return [
+            (
+                f"{load}, {len(self.real)} requests: {what} p{q}",
+                ms(_percentile(self.real, what, q)),
+                ms(self.forecast(what, q)),
+                share(self.error(what, q)),
+                f"±{self.chance(what, q):.0%}",
+            )
+            for what, q in _SHOWN
+        ]
 
 
 def keep(engine: str, found: dict[str, Any]) -> None:

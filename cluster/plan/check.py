@@ -3,9 +3,9 @@
     python -m cluster plan SCENARIO --check POOL
 
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
-sequences. The requests of an open load are written as a trace, which the bench replays. The largest errors are kept
-beside the step model, and told with every plan that it makes, unless other processes used the machine meanwhile or its
-speed is another than when the engine was calibrated: steps are measured before and after.
+sequences, in turns. The requests of an open load are written as a trace, which the bench replays. The largest errors
+are kept beside the step model, and told with every plan that it makes, unless other processes used the machine
+meanwhile or its speed is another than when the engine was calibrated: steps are measured before and after.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cluster.plan.planner import CHECKED, kind_of, load_of, operating_point
-from cluster.plan.replica import Forecast, closed_loop, figures, serve
-from cluster.plan.scenario import Scenario
+from cluster.plan.replica import Forecast, Replica, closed_loop, figures, serve
+from cluster.plan.scenario import Pool, Scenario
 from contract.errors import EngineFailed, InvalidArgument
 from contract.step_model import described_drift, drifted
 
 PARTS = (0.3, 0.6, 0.9)
-SECONDS, WARMUP_S = 24.0, 4.0
+SECONDS, WARMUP_S = 45.0, 4.0
+ROUNDS = 3  # of the loads, in turns: a machine's speed drifts within minutes
 QUIET = 0.1  # of the machine that others may use while what is kept is measured
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s")
@@ -59,34 +62,52 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
         raise InvalidArgument(f"{place}.engine", "must be an engine that runs here: an estimate cannot be checked")
     replica, (load, _) = kind_of(given, place), load_of(given, scenario.seed)
     rate, most, _ = operating_point(replica, load, given.slo, place)
-    if not seconds >= 1:
-        raise InvalidArgument("seconds", f"must be at least 1, got {seconds:g}")
+    if not seconds >= ROUNDS:
+        raise InvalidArgument("seconds", f"must be at least {ROUNDS}, got {seconds:g}")
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
-    timing = ["--duration", f"{seconds}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
-    found, end_s = [], WARMUP_S + seconds
+    turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
+    timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
+    turns: dict[str, list[Compared]] = {}
     with tempfile.TemporaryDirectory() as folder:
         before = _steps_take(given.engine, folder)
-        for part in PARTS:
-            per_s, trace = part * rate, Path(folder) / f"{part:g}.jsonl"
-            requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
-            names = ("at_s", "input_tokens", "output_tokens")
-            rows = ({name: getattr(one, name) for name in names} for one in requests)
-            trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
-            options = ["--arrivals", f"trace:{trace}", *timing]
-            found.append(_compared(f"{per_s:.3g} requests/s", expected, options, folder))
-        if len(given.classes) == 1:
-            clients, rng = max(1, round(most.sequences)), random.Random(scenario.seed)
-            expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
-            options = ["--concurrency", str(clients), *timing]
-            for name in ("input", "output"):
-                size = getattr(given.classes[0], name)
-                options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
-            found.append(_compared(f"{clients} clients", expected, options, folder))
+        for nth in range(ROUNDS):
+            for name, expected, options in _loads(given, replica, scenario.seed + nth, rate, clients, turn_s, folder):
+                turns.setdefault(name, []).append(_compared(name, expected, [*options, *timing], folder))
         steps_take = max(before, _steps_take(given.engine, folder), key=lambda ratio: abs(ratio - 1))
-    found = [replace(one, steps_take=steps_take) for one in found]
+    found = [_mean(each, steps_take) for each in turns.values()]
     keep(Path(given.engine), replica.step.made, found)
     return found
+
+
+def _loads(
+    given: Pool, replica: Replica, seed: int, rate: float, clients: int, seconds: float, folder: str
+) -> Iterator[tuple[str, Forecast, list[str]]]:
+    """Yield each load's name, forecast, and options for the bench."""
+    (load, _), end_s, trace = load_of(given, seed), WARMUP_S + seconds, Path(folder) / "trace.jsonl"
+    for per_s in (part * rate for part in PARTS):
+        requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
+        names = ("at_s", "input_tokens", "output_tokens")
+        rows = ({name: getattr(one, name) for name in names} for one in requests)
+        trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
+        yield f"{per_s:.3g} requests/s", expected, ["--arrivals", f"trace:{trace}"]
+    if len(given.classes) == 1:
+        rng, options = random.Random(seed), ["--concurrency", str(clients)]
+        expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
+        for name in ("input", "output"):
+            size = getattr(given.classes[0], name)
+            options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
+        yield f"{clients} clients", expected, options
+
+
+def _mean(turns: list[Compared], steps_take: float) -> Compared:
+    """Return the means of the turns of one load."""
+    forecast, measured = (
+        {name: fmean(getattr(turn, side)[name] for turn in turns) for name in FIGURES}
+        for side in ("forecast", "measured")
+    )
+    failed, others = sum(turn.failed for turn in turns), fmean(turn.others for turn in turns)
+    return Compared(turns[0].load, forecast, measured, failed, others, steps_take)
 
 
 def keep(folder: Path, made: str, found: list[Compared]) -> None:

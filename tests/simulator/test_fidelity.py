@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks.record import Record
 from contract.errors import InvalidArgument, Unavailable
 from simulator import fidelity
 from simulator.scenario import of
@@ -45,3 +46,15 @@ def test_an_engine_that_was_not_measured_is_named():
 def test_what_is_wrong_with_the_loads_is_told_before_anything_starts(seconds, tokens, problem):
     with pytest.raises(InvalidArgument, match=problem):
         fidelity.compare("no-engine", seconds, tokens, "64", 0)
+
+
+def _records(*ttft_s: float) -> list[Record]:
+    return [Record(0, 0.0, messages=[(one, 1)], ended_s=2 * one, finish_reason="stop") for one in ttft_s]
+
+
+def test_the_error_is_that_of_all_replays_and_chance_is_how_much_they_differ():
+    load = fidelity._Compared(_records(1.0, 2.0, 3.0), [_records(1.0, 2.0, 3.0), _records(3.0, 6.0, 9.0)])
+    assert load.error("ttft", 50) == pytest.approx(0.5)  # of 1, 2, 3, 3, 6, 9
+    assert load.chance("ttft", 50) == pytest.approx(2.0 / 3.0)  # medians 2 and 6
+    alike = fidelity._Compared(_records(1.0), [_records(1.0), _records(1.0)])
+    assert (alike.error("latency", 95), alike.chance("latency", 95)) == (0.0, 0.0)

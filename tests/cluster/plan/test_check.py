@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.plan.check import FIGURES, Compared, described, keep
+from cluster.plan.check import FIGURES, Compared, _mean, described, keep
 from cluster.plan.planner import _checked
 from cluster.plan.report import _errors
 
@@ -31,3 +31,13 @@ def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_p
     assert _checked(tmp_path, "today")  # the machine is slower than when the engine was calibrated
     assert "ttft_p95_s -30%" in _errors(_checked(tmp_path, "today"))
     assert "not compared" in _errors({})
+
+
+def test_the_turns_of_a_load_count_by_their_mean():
+    turns = [
+        Compared("2 requests/s", dict.fromkeys(FIGURES, said), dict.fromkeys(FIGURES, was), failed, others)
+        for said, was, failed, others in [(1.0, 2.0, 0, 0.1), (3.0, 2.0, 1, 0.0), (2.0, 5.0, 2, 0.2)]
+    ]
+    mean = _mean(turns, 1.05)
+    assert mean.forecast == dict.fromkeys(FIGURES, 2.0) and mean.measured == dict.fromkeys(FIGURES, 3.0)
+    assert (mean.load, mean.failed, mean.others, mean.steps_take) == ("2 requests/s", 3, pytest.approx(0.1), 1.05)
