@@ -3,18 +3,27 @@
 The supervisor treats a stub without heartbeats, or with a call that does not end, as hung (server/hang_detection.py).
 Without a supervisor there is no socket and nothing is sent. A datagram is ``beat <calls> <0|1: call under way>``,
 ``engine_hung <reason>``, or ``end`` when the model is unloaded; the kernel adds the sender's pid.
+
+A stub whose machine was paused within a call ends itself. Triton's Python backend gives the requests of a call up when
+the stub has not run for a second, by the clock of the day, and frees their memory. A stub that returned from the call
+all the same would free it again and leave an answer that the next call takes for its own: tritonserver aborts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 import threading
+import time
 from types import TracebackType
 
 from contract import thread_dump
 
 PERIOD_S = 1.0
+_TICKS = 4  # of the thread in a period, which tell whether this process runs
+_GIVEN_UP_S = 0.9  # without a tick; the backend waits for 1.0 s
 
 
 class Heartbeat:
@@ -32,6 +41,8 @@ class Heartbeat:
         self._calls = 0
         self._calling = False
         self._hung = ""
+        self._tick_s = self._began_s = time.time()
+        self._given_up = False  # the call under way, by Triton
         self._closed = threading.Event()
         thread_dump.write_on_signal()  # which the supervisor sends before it ends this process as hung
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -39,12 +50,18 @@ class Heartbeat:
 
     def __enter__(self) -> None:
         self._calls += 1
+        self._began_s = time.time()
         self._calling = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tick()
         self._calling = False
+        if self._given_up and not self._closed.is_set():
+            print("the process did not run for a second within a call, which Triton has given up", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)  # without what a stub frees at its exit
 
     def engine_hung(self, reason: str) -> None:
         """Ask the supervisor to restart the server; running streams end with ``reason``.
@@ -64,8 +81,17 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             self._send(self._hung or f"beat {self._calls} {int(self._calling)}")
-            if self._closed.wait(self._period_s):
-                return
+            for _ in range(_TICKS):
+                if self._closed.wait(self._period_s / _TICKS):
+                    return
+                self._tick()
+
+    def _tick(self) -> None:
+        """Note whether this process has just stood still within the call under way."""
+        now_s = time.time()
+        if self._calling and now_s - max(self._tick_s, self._began_s) >= _GIVEN_UP_S:
+            self._given_up = True
+        self._tick_s = now_s
 
     def _send(self, text: str) -> None:
         with contextlib.suppress(OSError):  # no supervisor, or its queue is full

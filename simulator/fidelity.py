@@ -22,7 +22,7 @@ from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent
 from benchmarks.gateway import contenders
 from benchmarks.generator_processes import Load
-from benchmarks.lengths import parse
+from benchmarks.lengths import Lengths, parse
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.report import ms, share, table
@@ -60,11 +60,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
         raise InvalidArgument("seconds", f"must be from 1 to 3600, got {seconds:g}")
     prompts_of, answers = parse(input_tokens, "input"), parse(output_tokens, "output")
     pool = toml_table.checked(Pool, {"engine": engine, "send_s": 0.0, "shared": True}, "fidelity")
-    rng, busy = random.Random(seed), min(8, pool.slots)
-    mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
-    kind = pool.kind
-    decode_s = mean_out * kind.step.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
-    request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s + kind.request_s
+    request_s = _request_s(pool, prompts_of, answers, random.Random(seed))
     before, used_s = machine.cpu_time(), _used_s()
     compared = {part: _Compared() for part in LOADS}
     turns = [(LOADS[-1], seconds), *((part, seconds / ROUNDS) for _ in range(ROUNDS) for part in LOADS)]
@@ -89,6 +85,8 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 for again, replay in enumerate(compared[part].replays):
                     replay += run(forecast_of, seed + again).everyone
         ratios.append(speed.steps_take(server))
+    if not all(load.real for load in compared.values()):
+        raise InvalidArgument("seconds", f"must be long enough for a request of each load, got {seconds:g}")
     steps_take = max(ratios, key=lambda ratio: abs(ratio - 1))
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
@@ -106,7 +104,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
         "loads": list(LOADS),
         "others": round(others, 4),
         "steps_take": round(steps_take, 3),  # times what they took when the engine was calibrated
-        "tokens_per_step": round(kind.step.tokens_per_step, 2),  # of a sequence alone, by the calibration's texts
+        "tokens_per_step": round(pool.kind.step.tokens_per_step, 2),  # of a sequence alone, by the calibration's texts
     }
     for what, goal in GOALS.items():
         error = worst[f"{what}_p95_error"]
@@ -142,6 +140,14 @@ class _Compared:
             )
             for what, q in _SHOWN
         ]
+
+
+def _request_s(pool: Pool, prompts_of: Lengths, answers: Lengths, rng: random.Random) -> float:
+    """Return the seconds that a replica which is busy spends on a request of these lengths."""
+    kind, busy = pool.kind, min(8, pool.slots)
+    mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
+    decode_s = mean_out * kind.step.seconds(busy, busy * (mean_in + mean_out / 2), 0) / busy
+    return pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s + kind.request_s
 
 
 def keep(engine: str, found: dict[str, Any]) -> None:

@@ -1,6 +1,10 @@
 """What a stub says of itself, heard on the supervisor's socket."""
 
+import signal
 import socket
+import subprocess
+import sys
+import time
 import uuid
 
 import pytest
@@ -57,3 +61,35 @@ def test_without_a_supervisor_it_is_silent():
     with heartbeat:
         heartbeat.engine_hung("no receiver")
     heartbeat.close()
+
+
+CALL = """
+import sys, time
+from python_backends.heartbeat import Heartbeat
+heartbeat = Heartbeat("trident-test-nobody")
+if sys.argv[1] == "between":
+    print("ready", flush=True)
+    time.sleep(3)
+with heartbeat:
+    if sys.argv[1] == "within":
+        print("ready", flush=True)
+    time.sleep(3 if sys.argv[1] == "within" else 0)
+with heartbeat:
+    print("called again", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "when", "ends"), [(1.5, "within", True), (0.3, "within", False), (1.5, "between", False)]
+)
+def test_a_stub_that_stood_still_within_a_call_ends_before_the_next(pause_s, when, ends):
+    """Triton has given the call up and would take its answer for the next one's."""
+    process = subprocess.Popen([sys.executable, "-c", CALL, when], stdout=-1, stderr=-1, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.6)  # the process ticks four times a second
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(pause_s)
+    process.send_signal(signal.SIGCONT)
+    out, log = process.communicate(timeout=60)
+    assert (process.returncode, out) == ((1, "") if ends else (0, "called again\n"))
+    assert ("did not run for a second within a call" in log) == ends
