@@ -18,6 +18,7 @@ import tritonclient.grpc.aio as triton
 from triton_requests import Answer, ask
 
 from contract.errors import EngineFailed, TridentError
+from contract.watchdog import cpu_s
 from server.admin import fetch
 from server.replica import Replica, running
 from tests.end_to_end.watching import PATIENCE_S, requests, until, worker
@@ -147,6 +148,33 @@ async def test_a_hung_tokenizer_is_loaded_anew_and_streams_in_flight_go_on(repli
         await asyncio.sleep(0.1)
     assert hung not in {found.pid for found in left}
     assert {tuple(answer.finish_reasons) for answer in answers} <= {("length",)}
+    await serves_whole(replica)
+
+
+async def test_a_tokenizer_that_stood_still_within_a_call_answers_no_other_request(replica):
+    """Triton gives the call up after a second and would take its answer for the next call's."""
+    before, slow_prompt = replica.status, {"text_input": "wo rd, " * 40_000, "max_tokens": 5, "stream": True}
+    async with triton.InferenceServerClient(replica.grpc_url) as client:
+        streams = [asyncio.create_task(ask(client, LONG)) for _ in range(2)]
+        await until(replica, lambda page: requests(page, "active") >= 2)
+        used_s = {found.pid: cpu_s(found.pid) for found in replica.stubs("tokenizer")}
+        call = asyncio.create_task(ask_or_break(client, slow_prompt))
+        while not (calling := [pid for pid in used_s if cpu_s(pid) - used_s[pid] >= 0.03]):
+            assert not call.done(), await call
+            await asyncio.sleep(0.002)
+        with stopped(*calling):
+            await asyncio.sleep(replica.settings.stall_s / 2)
+        assert "is not healthy" in (await call).error
+        deadline_s = time.monotonic() + PATIENCE_S
+        while replica.status.reloads == before.reloads or replica.status.state != "ready":
+            assert time.monotonic() < deadline_s, replica.status
+            await asyncio.sleep(0.02)
+        answers = await asyncio.gather(*streams)
+    assert "did not run for a second within a call" in replica.log()
+    assert (replica.status.restarts, {tuple(answer.finish_reasons) for answer in answers}) == (
+        before.restarts,
+        {("length",)},
+    )
     await serves_whole(replica)
 
 
