@@ -137,44 +137,22 @@ async def test_a_hung_stub_that_streams_run_through_restarts_the_server(replica,
     await serves_whole(replica)
 
 
+async def tokenizers(replica: Replica) -> set[int]:
+    """The pids after a reload, once the process that did not hang is finalized or killed."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(left := replica.stubs("tokenizer")) > 2:
+        assert time.monotonic() < deadline_s, left
+        await asyncio.sleep(0.1)
+    return {found.pid for found in left}
+
+
 @pytest.mark.parametrize("streams", [0, 4])
 async def test_a_hung_tokenizer_is_loaded_anew_and_streams_in_flight_go_on(replica, streams):
     before, hung = replica.status, stub(replica, "tokenizer")
     answers = await hang(replica, streams, hung)
     assert (replica.status.restarts, replica.status.reloads) == (before.restarts, before.reloads + 1)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while len(left := replica.stubs("tokenizer")) > 2:  # the one that did not hang is finalized or killed
-        assert time.monotonic() < deadline_s, left
-        await asyncio.sleep(0.1)
-    assert hung not in {found.pid for found in left}
+    assert hung not in await tokenizers(replica)
     assert {tuple(answer.finish_reasons) for answer in answers} <= {("length",)}
-    await serves_whole(replica)
-
-
-async def test_a_tokenizer_that_stood_still_within_a_call_answers_no_other_request(replica):
-    """Triton gives the call up after a second and would take its answer for the next call's."""
-    before, slow_prompt = replica.status, {"text_input": "wo rd, " * 40_000, "max_tokens": 5, "stream": True}
-    async with triton.InferenceServerClient(replica.grpc_url) as client:
-        streams = [asyncio.create_task(ask(client, LONG)) for _ in range(2)]
-        await until(replica, lambda page: requests(page, "active") >= 2)
-        used_s = {found.pid: cpu_s(found.pid) for found in replica.stubs("tokenizer")}
-        call = asyncio.create_task(ask_or_break(client, slow_prompt))
-        while not (calling := [pid for pid in used_s if cpu_s(pid) - used_s[pid] >= 0.03]):
-            assert not call.done(), await call
-            await asyncio.sleep(0.002)
-        with stopped(*calling):
-            await asyncio.sleep(replica.settings.stall_s / 2)
-        assert "is not healthy" in (await call).error
-        deadline_s = time.monotonic() + PATIENCE_S
-        while replica.status.reloads == before.reloads or replica.status.state != "ready":
-            assert time.monotonic() < deadline_s, replica.status
-            await asyncio.sleep(0.02)
-        answers = await asyncio.gather(*streams)
-    assert "did not run for a second within a call" in replica.log()
-    assert (replica.status.restarts, {tuple(answer.finish_reasons) for answer in answers}) == (
-        before.restarts,
-        {("length",)},
-    )
     await serves_whole(replica)
 
 
@@ -215,3 +193,31 @@ async def test_a_pause_shorter_than_a_hang_is_not_noticed(replica):
             assert [answer.finish_reasons for answer in answers] == [["length"]] * 2
     after = replica.status
     assert (after.restarts, after.reloads, after.state) == (before.restarts, before.reloads, "ready")
+
+
+async def test_a_tokenizer_that_stood_still_within_a_call_answers_no_other_request(replica):
+    """Triton gives the call up after a second and would take its answer for the next call's."""
+    before, slow_prompt = replica.status, {"text_input": "wo rd, " * 40_000, "max_tokens": 5, "stream": True}
+    async with triton.InferenceServerClient(replica.grpc_url) as client:
+        streams = [asyncio.create_task(ask(client, LONG)) for _ in range(2)]
+        await until(replica, lambda page: requests(page, "active") >= 2)
+        used_s = {found.pid: cpu_s(found.pid) for found in replica.stubs("tokenizer")}
+        call = asyncio.create_task(ask_or_break(client, slow_prompt))
+        while not (calling := [pid for pid in used_s if cpu_s(pid) - used_s[pid] >= 0.03]):
+            assert not call.done(), await call
+            await asyncio.sleep(0.002)
+        with stopped(*calling):
+            await asyncio.sleep(replica.settings.stall_s / 2)
+        assert "is not healthy" in (await call).error
+        deadline_s = time.monotonic() + PATIENCE_S
+        while replica.status.reloads == before.reloads or replica.status.state != "ready":
+            assert time.monotonic() < deadline_s, replica.status
+            await asyncio.sleep(0.02)
+        answers = await asyncio.gather(*streams)
+    assert "did not run for a second within a call" in replica.log()
+    assert not await tokenizers(replica) & set(calling)
+    assert (replica.status.restarts, {tuple(answer.finish_reasons) for answer in answers}) == (
+        before.restarts,
+        {("length",)},
+    )
+    await serves_whole(replica)
