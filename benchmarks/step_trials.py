@@ -42,7 +42,7 @@ PAUSE_S = 0.1
 ANSWER = 64  # tokens
 FIRST_TOKEN_S = 60.0
 TEXTS, TEXT = 48, 128  # requests whose acceptance is measured, and tokens of each
-TEXTS_S = 80.0  # after which half of them suffice, although one text in 25 or so accepts nothing
+TEXTS_S = 80.0  # after which half of them suffice; the slowest texts, which make the p95 of latencies, are few
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ The supervisor treats a stub without heartbeats, or with a call that does not en
 Without a supervisor there is no socket and nothing is sent. A datagram is ``beat <calls> <0|1: call under way>``,
 ``engine_hung <reason>``, or ``end`` when the model is unloaded; the kernel adds the sender's pid.
 
-A stub whose machine was paused within a call ends itself. Triton's Python backend gives the requests of a call up when
-the stub has not run for a second, by the clock of the day, and frees their memory. A stub that returned from the call
-all the same would free it again and leave an answer that the next call takes for its own: tritonserver aborts.
+A stub that was stopped within a call, with its machine or alone, exits. Triton's Python backend fails the requests of a
+call once the stub has not run for a second of wall-clock time, and frees their memory. A stub that returned from the
+call all the same would leave a response that Triton takes for that of the next call, and free the memory again.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Heartbeat:
         self._tick()
         self._calling = False
         if self._given_up and not self._closed.is_set():
-            print("the process did not run for a second within a call, which Triton has given up", file=sys.stderr)
-            sys.stderr.flush()
+            problem = "the process did not run for a second within a call, which Triton has given up"
+            print(problem, file=sys.stderr, flush=True)
             os._exit(1)  # without what a stub frees at its exit
 
     def engine_hung(self, reason: str) -> None:

@@ -91,7 +91,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
     print(f"  {step_model.described_drift(steps_take)}")
-    names = ("load", "measured, ms", "simulated, ms", "error", "of a replay alone")
+    names = ("load", "measured, ms", "simulated, ms", "error", "std dev of replays")
     print(table([row for part, load in compared.items() for row in load.rows(f"{part:.0%}")], names))
     worst = {
         f"{what}_p{q}_error": max((load.error(what, q) for load in compared.values()), key=abs) for what, q in _SHOWN
