@@ -148,8 +148,9 @@ chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 test test-fast search: export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time, because the slow ones wait more than they work. Every worker collects all that is named: only what has such tests.
 # Those of Ray come first: at the end their longest file would run alone for minutes.
+# If a worker dies the run ends: xdist 3.8 would wait for ever for the rest of that worker's file.
 test: test-fast ## every test but those of test-build, also with a real tritonserver
-	$(BIN)/python -m pytest -m "end_to_end or slow" -n 3 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m "end_to_end or slow" -n 3 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder \
 	  tests/cluster/ray tests/end_to_end $$(grep -rlE --include='test_*.py' 'mark\.(end_to_end|slow)' tests)
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
@@ -168,7 +169,7 @@ fast-rest:
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"
-	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation and not evals" -n 2 --hypothesis-profile=search --hypothesis-seed=$(SEED) \
+	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation and not evals" -n 2 --max-worker-restart=0 --hypothesis-profile=search --hypothesis-seed=$(SEED) \
 	  $$(grep -rl --include='test_*.py' hypothesis tests)
 
 test-build: setup-build ## the tests that need torch and ModelOpt

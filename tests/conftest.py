@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from hypothesis import HealthCheck, settings
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from python_backends import heartbeat
 from tests.fakes import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +41,9 @@ settings.register_profile("search", max_examples=200, **_ANY_PACE)
 settings.register_profile("trident", max_examples=20, derandomize=True, **_ANY_PACE)
 settings.load_profile("trident")
 
+
+# Models run in the tests' own process too, which must not end itself because the machine was paused within a call.
+heartbeat._GIVEN_UP_S = math.inf
 
 # Programs under test get the signals that a shell leaves them: under nohup, or in the background of a script, these are
 # ignored, and whatever is started inherits that. Workers of xdist ignore Ctrl-C because their parent sees to it.
