@@ -170,5 +170,8 @@ class Rounded:
         # a bound for each column because a single one would be moved before the attention's reshape, away from here.
         bounded = ops.maximum(x, ops.constant(np.full(columns, low * 1.01, np.float32)))
         limits = [ops.constant(limit) for limit in (low, high, low, high)]
+        rounded = products(ops.fake_quantize(bounded, *limits, 256))
+        if names[0] == HEAD:  # must be the last operation, else OpenVINO GenAI computes it for every token of a prompt
+            return rounded
         # Changes nothing; else the scale is moved behind the next addition or split and is a pass of its own there.
-        return [ops.clamp(y, -_BARRIER, _BARRIER) for y in products(ops.fake_quantize(bounded, *limits, 256))]
+        return [ops.clamp(y, -_BARRIER, _BARRIER) for y in rounded]

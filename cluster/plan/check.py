@@ -145,10 +145,10 @@ def _bench(options: list[str], folder: str) -> Any:
 
 
 def described(found: list[Compared]) -> str:
-    lines = [f"{'forecast / measured':<20}" + "".join(f"{name:>26}" for name in FIGURES) + "  others"]
+    lines = [f"{'forecast / measured':<20}" + "".join(f"{name:>28}" for name in FIGURES) + "  others"]
     for one in found:
         pairs = [(one.forecast[name], one.measured[name]) for name in FIGURES]
         cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was else "-" for said, was in pairs)
         failed = f", {one.failed} failed" if one.failed else ""
-        lines.append(f"{one.load:<20}" + "".join(f"{cell:>26}" for cell in cells) + f"  {one.others:.0%}{failed}")
+        lines.append(f"{one.load:<20}" + "".join(f"{cell:>28}" for cell in cells) + f"  {one.others:.0%}{failed}")
     return "\n".join([*lines, *sorted({described_drift(one.steps_take) for one in found})])
