@@ -157,7 +157,8 @@ def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
 
 def test_no_load_in_service_sends_a_prompt_of_another_one(monkeypatch):
     """It would be in the prefix cache, and prompts would seem to take no time."""
-    monkeypatch.setattr(calibrate, "IN_SERVICE_S", 0.05)
+    for name in ("LEAST_S", "MOST_S"):
+        monkeypatch.setattr(calibrate, name, 0.05)
     target = Scripted(dataclasses.replace(SOME, step_s=1e-4))
     for _ in range(2):
         sent = calibrate._served(target.model, small(), target, Words(), lambda: 0.0)
