@@ -112,7 +112,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         if record.ok and record.timings is not None
     ]
     each = statistics.mean(record.input_tokens + record.tokens / 2 for _, _, record in spans) if spans else 0.0
-    drafts_up_to = UNDRAFTED_FROM if model.acceptance else 0
+    drafts_up_to = model.drafted_up_to
     # Gaps between messages beside what they take by the model, and steps with a prompt: streams, seconds, its tokens.
     decoded, steps = dict[int, list[tuple[float, float]]](), list[tuple[int, float, int]]()
     alone_s = list[float]()

@@ -93,7 +93,7 @@ def design(engine: EngineManifest) -> list[Trial]:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
     drafted: list[Trial] = []
     if most := engine.draft_tokens:  # the first sequence has the most, and those beside it a few (drafting.py)
-        few = [n for n in (1, 2, UNDRAFTED_FROM) if n <= engine.max_batch_size]
+        few = [n for n in (1, 2, 4, UNDRAFTED_FROM) if n <= engine.max_batch_size]
         drafted = [Trial(n, min(ANSWER, half), 0, step_draft_tokens(most, n)) for n in few]
     # These first: the beginnings of answers, of which little is accepted, are all that is drafted for in the others.
     return drafted + trials

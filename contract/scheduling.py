@@ -7,7 +7,8 @@ MAX_SLOWDOWN = 1.7  # a step that reads prompts may take so many times one that 
 WHOLE_PROMPT_TOKENS = 256  # prompts up to this length are read whole: pieces of them cost more than they save
 
 # Speculative decoding (decision 0027).
-UNDRAFTED_FROM = 4  # running sequences from which on none is drafted for
+UNDRAFTED_FROM = 8  # running sequences from which on none is drafted for
+LONG_UNDRAFTED_FROM = 4  # for a prompt that is not read whole beside streams: only the plain pipeline reads in pieces
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
@@ -26,6 +27,11 @@ def window_s(streams: float, response_cpu_s: float, cores: float) -> float:
     """Return how long a token may wait. response_cpu_s: what a response takes of one of the cores."""
     wait_s = WAIT_OF_FEW_S if streams <= FEW_STREAMS else WAIT_OF_MANY_S
     return min(wait_s, streams * response_cpu_s / (SENDING_SHARE * cores))
+
+
+def undrafted_from(prompt_tokens: int) -> int:
+    """Return beside how many running sequences one with such a prompt is not drafted for."""
+    return UNDRAFTED_FROM if prompt_tokens <= WHOLE_PROMPT_TOKENS else LONG_UNDRAFTED_FROM
 
 
 def drafts_beside(most: int, others: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
-from contract.scheduling import window_s
+from contract.scheduling import LEAST_GAIN, UNDRAFTED_FROM, drafts_beside, window_s
 
 FILE_NAME = "step_model.json"
 # 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
@@ -174,17 +174,29 @@ class StepModel:
     @property
     def tokens_per_step(self) -> float:
         """Of a sequence that is drafted for alone: the tokens of typical answers by the steps that they take."""
+        return self._made_per_step(self.draft_tokens)
+
+    def _made_per_step(self, draft_tokens: int) -> float:
         steps, ends = 0.0, (*STRETCHES[1:], TYPICAL_ANSWER)
         for text in self.acceptance:
             for begin, end in zip(STRETCHES, ends, strict=True):
-                steps += (end - begin) / tokens_per_step(accepted_at(text, begin), self.draft_tokens)
+                steps += (end - begin) / tokens_per_step(accepted_at(text, begin), draft_tokens)
         return len(self.acceptance) * TYPICAL_ANSWER / steps if steps else 1.0
 
+    def drafts_gain(self, sequences: int = 1) -> float:
+        """Of each of so many sequences: tokens that drafts add to a step, less the plain steps that its longer time
+        takes."""
+        drafts = sum(drafts_beside(self.draft_tokens, nth) for nth in range(sequences))
+        plain_s, drafted_s = (self.engine_s(sequences, 0, 0, verified) for verified in (0, drafts))
+        made = self._made_per_step(drafts_beside(self.draft_tokens, sequences - 1))
+        return made - (drafted_s / plain_s if plain_s else 1.0)
+
     @property
-    def drafts_gain(self) -> float:
-        """Of a sequence alone: tokens that drafts add to a step, less the plain steps that its longer time takes."""
-        plain_s, drafted_s = (self.engine_s(1, 0, 0, drafts) for drafts in (0, self.draft_tokens))
-        return self.tokens_per_step - (drafted_s / plain_s if plain_s else 1.0)
+    def drafted_up_to(self) -> int:
+        """The most sequences that an engine drafts for; 0 where that gains nothing."""
+        if not self.draft_tokens:
+            return 0
+        return next((n for n in range(UNDRAFTED_FROM, 0, -1) if self.drafts_gain(n) >= LEAST_GAIN), 0)
 
     @property
     def estimated(self) -> bool:

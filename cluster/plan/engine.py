@@ -19,13 +19,12 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.scheduling import (
     BLOCK_TOKENS,
-    LEAST_GAIN,
     MAX_SLOWDOWN,
     RESUME_TOKENS,
     RESUME_UP_TO,
-    UNDRAFTED_FROM,
     WHOLE_PROMPT_TOKENS,
     drafts_beside,
+    undrafted_from,
 )
 from contract.step_model import STRETCHES, StepModel, accepted_at, tokens_per_step
 
@@ -152,8 +151,8 @@ class Engine:
         self._drafted = 0  # running sequences that are drafted for
         # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
         self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
-        step = self.kind.step
-        self._most_drafts = step.draft_tokens if step.drafts_gain >= LEAST_GAIN else 0
+        self._drafted_up_to = self.kind.step.drafted_up_to
+        self._most_drafts = self.kind.step.draft_tokens if self._drafted_up_to else 0
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
@@ -319,8 +318,8 @@ class Engine:
     def _draft(self, sequence: Sequence) -> None:
         """Decide whether the first of those that wait is drafted for: not beside one that is not."""
         sequence.text = self.rng.choice(self.kind.step.acceptance)
-        behind = len(self._waiting) - 1
-        if self._drafted == len(self.running) < UNDRAFTED_FROM - behind:
+        most = min(self._drafted_up_to, undrafted_from(sequence.prompt))
+        if self._drafted == len(self.running) <= most - len(self._waiting):
             sequence.drafts = drafts_beside(self._most_drafts, len(self.running))
             self._drafted += 1
 

@@ -25,6 +25,7 @@ from contract.scheduling import (
     SHARED_DRAFT,
     UNDRAFTED_FROM,
     drafts_beside,
+    undrafted_from,
 )
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
@@ -54,43 +55,50 @@ class StepTimes:
             taken_s = min(taken_s, _OUTLIER * average_s)
         self._seconds[sequences] = average_s + (taken_s - average_s) * max(1 / seen, _TIME_WEIGHT)
 
-    def near(self, sequences: int) -> float | None:
-        """Return the average with the nearest number of sequences, None if none is known."""
-        known = [n for n, seen in self._seen.items() if seen >= _ENOUGH]
-        return self._seconds[min(known, key=lambda n: abs(n - sequences))] if known else None
+    def knows(self, sequences: int) -> bool:
+        """Return whether steps of so many sequences were seen often enough."""
+        return self._seen.get(sequences, 0) >= _ENOUGH
+
+    def of(self, sequences: int) -> float | None:
+        """Return the average, between the nearest numbers that are known; None if none is."""
+        known = sorted(n for n in self._seen if self.knows(n))
+        return float(np.interp(sequences, known, [self._seconds[n] for n in known])) if known else None
 
 
 class DraftLength:
     """The length for the next request.
 
-    most: of the recipe.
+    most: of the recipe. slots: sequences that the engine runs at once.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, slots: int = UNDRAFTED_FROM) -> None:
         self._most = most
-        # A moving average per step of a sequence: tokens accepted less the plain steps that its longer time would take.
-        self._gain = 2 * LEAST_GAIN
+        self._timed = 1, min(UNDRAFTED_FROM, slots)  # sequences of the plain steps that are timed when the engine idles
+        # Moving averages per step of a sequence: tokens accepted, and of the first SHARED_DRAFT drafts.
+        self._accepted = self._shared = 2 * LEAST_GAIN
         self._since = 0
         self._plain, self._drafted = StepTimes(), StepTimes()
 
-    def choose(self, running: int) -> int:
-        """Return the draft tokens per step of a request that is added to ``running`` others; 0 for none."""
-        if running >= UNDRAFTED_FROM:
+    def choose(self, running: int, behind: int = 0) -> int:
+        """Return the draft tokens per step of a request that is added to ``running`` others, before ``behind`` more; 0
+        for none."""
+        together = running + behind + 1
+        if together > UNDRAFTED_FROM:
             return 0
         self._since += 1
-        if not self.gains and self._since < RETRY_AFTER:
+        if not self.gains(together) and self._since < RETRY_AFTER:
             return 0
         self._since = 0
         return self.beside(running)
 
-    @property
-    def gains(self) -> bool:
-        return self._gain >= LEAST_GAIN
+    def gains(self, sequences: int) -> bool:
+        """Return whether drafting for so many sequences makes more tokens than its time would without."""
+        return (self._accepted if sequences == 1 else self._shared) - self.cost(sequences) >= LEAST_GAIN
 
     @property
-    def measured(self) -> bool:
-        """Whether it is known how long a step without drafts takes."""
-        return self._plain.near(1) is not None
+    def untimed(self) -> int:
+        """The sequences of the plain step whose time is to be known next; 0 if all are."""
+        return next((n for n in self._timed if not self._plain.knows(n)), 0)
 
     def beside(self, running: int) -> int:
         """Return the draft tokens per step of a request beside so many others."""
@@ -102,16 +110,17 @@ class DraftLength:
 
     def cost(self, sequences: int) -> float:
         """Return how many plain steps longer a step with drafts takes; 0 until it is known."""
-        plain_s, drafted_s = self._plain.near(sequences), self._drafted.near(sequences)
+        plain_s, drafted_s = self._plain.of(sequences), self._drafted.of(sequences)
         return max(0.0, drafted_s / plain_s - 1) if plain_s and drafted_s else 0.0
 
-    def observe(self, sequences: int, accepted: int, position: int) -> None:
-        """Take in a step that drafted for so many sequences and accepted so many tokens of one of them.
+    def observe(self, accepted: int, position: int) -> None:
+        """Take in a step that accepted so many draft tokens of a sequence.
 
         position: tokens that the sequence had made before.
         """
         weight = _EARLY_WEIGHT if position < _EARLY else _WEIGHT
-        self._gain += (accepted - self.cost(sequences) - self._gain) * weight
+        self._accepted += (accepted - self._accepted) * weight
+        self._shared += (min(accepted, SHARED_DRAFT) - self._shared) * weight
 
 
 @dataclass
@@ -143,7 +152,7 @@ class Drafting:
         self.load: Callable[[], None] | None = None
         self._limits = limits
         self._ngram_size = ngram_size
-        self._length = DraftLength(limits.max_draft_len)
+        self._length = DraftLength(limits.max_draft_len, limits.max_batch_size)
         self._sequences: dict[int, _Sequence] = {}
         self._plain: dict[int, _Sequence] = {}
         self._steps = self._accepted = 0
@@ -177,11 +186,12 @@ class Drafting:
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
-        if self._waits or running > len(self) or running + behind >= UNDRAFTED_FROM or blocks > free:
+        most = undrafted_from(command.input_ids.size)
+        if self._waits or running > len(self) or running + behind >= most or blocks > free:
             return False
         length = self._length.beside(running=1)  # of one as short as a probe, which shows no gain
         if command.max_tokens > SHARED_DRAFT:
-            length = self._length.choose(running)
+            length = self._length.choose(running, behind)
         if length:
             self._take(command, config, length, blocks)
         return length > 0
@@ -201,9 +211,9 @@ class Drafting:
 
         Call ``take_back`` for each.
         """
-        if self._waits or not 1 <= len(self._plain) <= RESUME_UP_TO or self._sequences or not self._length.gains:
-            return []
         moved = list(self._plain.values())
+        if self._waits or self._sequences or not 1 <= len(moved) <= RESUME_UP_TO or not self._length.gains(len(moved)):
+            return []
         for sequence in moved:
             made = len(sequence.token_ids)
             started = made >= 2  # its prompt is read, also where it ends with a block (PartialBlocks.starts)
@@ -245,7 +255,7 @@ class Drafting:
         if sequence.length and position:
             self._steps += 1
             self._accepted += len(token_ids) - 1
-            self._length.observe(len(self._sequences), len(token_ids) - 1, position)
+            self._length.observe(len(token_ids) - 1, position)
 
     def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing."""
@@ -255,9 +265,9 @@ class Drafting:
             self._length.timed(sequences, taken_s, drafts=drafts)
 
     @property
-    def wants_plain_steps(self) -> bool:
-        """Whether it drafts and does not know how long a step without drafts takes."""
-        return self.pipeline is not None and not self._length.measured
+    def untimed(self) -> int:
+        """The sequences of the plain step whose time is to be known next; 0 if all are, or nothing is drafted."""
+        return 0 if self.pipeline is None else self._length.untimed
 
     def end(self, id: int) -> None:
         """Forget a sequence."""

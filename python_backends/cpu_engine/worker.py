@@ -26,7 +26,7 @@ import openvino_genai as genai
 from contract import failpoint, thread_dump
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
-from contract.scheduling import BLOCK_TOKENS
+from contract.scheduling import BLOCK_TOKENS, UNDRAFTED_FROM
 from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
@@ -40,7 +40,7 @@ from python_backends.limits import EngineLimits
 
 _NICE = 5
 _PIECE_IDS = 2**62  # beyond those of all sequences
-_TIMED_ID = _PIECE_IDS - 1
+_TIMED_IDS = _PIECE_IDS - UNDRAFTED_FROM
 _TIMED_STEPS = 6
 
 
@@ -150,31 +150,35 @@ class StepLoop:
             self._scheduled += metrics.scheduled_requests
             self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
-    def _time_plain_steps(self) -> None:
-        """Generate a few tokens without drafts, to time such steps. A request that comes ends it."""
+    def _time_plain_steps(self, sequences: int) -> None:
+        """Generate a few tokens of so many sequences without drafts, to time their steps. A request ends it."""
         config = generation_config(_TIMED_STEPS + 1, SamplingParams(top_k=1), frozenset())
-        ids = np.zeros(BLOCK_TOKENS, np.int64)  # one whole block, as in open_drafting
-        self._partial_blocks.add(_TIMED_ID, ids)
-        handle = self._pipeline.add_request(_TIMED_ID, ov.Tensor(ids[None]), config)
-        while handle.get_status() == genai.GenerationStatus.RUNNING:
-            began_s, decodes = time.perf_counter(), handle.can_read()
+        handles: dict[int, genai.GenerationHandle] = {}
+        for id in range(_TIMED_IDS, _TIMED_IDS + sequences):
+            ids = np.full(BLOCK_TOKENS, id - _TIMED_IDS, np.int64)  # one whole block, as in open_drafting
+            self._partial_blocks.add(id, ids)
+            handles[id] = self._pipeline.add_request(id, ov.Tensor(ids[None]), config)
+        while any(handle.get_status() == genai.GenerationStatus.RUNNING for handle in handles.values()):
+            began_s, decodes = time.perf_counter(), all(handle.can_read() for handle in handles.values())
             self._pipeline.step()
             if decodes:
-                self._drafting.timed(1, time.perf_counter() - began_s, drafts=False)
+                self._drafting.timed(sequences, time.perf_counter() - began_s, drafts=False)
             if self._connection.poll(0):
-                handle.cancel()
-                self._pipeline.step()  # frees its blocks
-        while handle.can_read():
-            for output in handle.read().values():
-                self._partial_blocks.generated(_TIMED_ID, output.generated_ids)
-        self._partial_blocks.end(_TIMED_ID)
+                for handle in handles.values():
+                    handle.cancel()
+                self._pipeline.step()  # frees their blocks
+        for id, handle in handles.items():
+            while handle.can_read():
+                for output in handle.read().values():
+                    self._partial_blocks.generated(id, output.generated_ids)
+            self._partial_blocks.end(id)
 
     def _drain_commands(self) -> None:
         came: list[AddSequence] = []
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
         busy = self._handles, self._prompts, self._piece, self._unscored, self._ended, came
-        if self._drafting.wants_plain_steps and not any(busy) and not self._connection.poll(0):
-            self._time_plain_steps()
+        while (untimed := self._drafting.untimed) and not any(busy) and not self._connection.poll(0):
+            self._time_plain_steps(untimed)
         while self._connection.poll(0 if any(busy) else None):
             command = self._connection.recv()
             if not isinstance(command, AddSequence):

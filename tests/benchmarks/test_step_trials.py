@@ -12,7 +12,7 @@ from benchmarks import calibrate, step_trials
 from benchmarks.step_trials import Experiment, Outcome, Trial
 from contract import step_model
 from contract.errors import EngineFailed
-from contract.scheduling import RETRY_AFTER
+from contract.scheduling import RETRY_AFTER, UNDRAFTED_FROM
 from contract.step_model import Point
 from tests.contract.test_step_model import SOME
 from tests.fakes.scripted_steps import Scripted, Words, small
@@ -117,7 +117,7 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
 
     engine = small(drafts=8)
     work = step_trials.design(engine)
-    assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17]
+    assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17, 29]
     assert min(trial.sequences for trial in work if trial.sequences and not trial.draft_tokens) == 4
     alone = next(trial for trial in work if trial.draft_tokens == 8)
     # The second engine rejected earlier drafts, and tries them again after some requests.
@@ -133,11 +133,11 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
     others = [Outcome(Trial(n, 32, 0), Point(n, 32 * n, 0, 0.02 * n)) for n in (1, 4)]
     model = calibrate.fitted([outcome, *others], KEY)
     assert model.acceptance == tuple(map(tuple, outcome.stretches))
-    # Beside four others nothing is drafted, and they end before the steps that count.
+    # Beside so many others nothing is drafted, and they end before the steps that count.
     target = Scripted(SOME)
     plain = Experiment(engine, KEY, target, Words(), tmp_path / "plain")
     asyncio.run(plain.run([Trial(1, 32, 0)], 1, time.monotonic() + 60))
-    assert len(target.requests) % 5 == 0 and plain.outcomes[0].point.draft_tokens == 0
+    assert len(target.requests) % (UNDRAFTED_FROM + 1) == 0 and plain.outcomes[0].point.draft_tokens == 0
     # An engine that never drafts for them ends it, too.
     never = Experiment(engine, KEY, Scripted(SOME), Words(), tmp_path / "never")
     asyncio.run(never.run([alone], 1, time.monotonic() + 60))

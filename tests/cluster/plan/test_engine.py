@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.plan.engine import Replica
 from cluster.plan.replica import Request, serve
+from contract.scheduling import LONG_UNDRAFTED_FROM, UNDRAFTED_FROM, WHOLE_PROMPT_TOKENS
 from contract.step_model import texts
 from tests.cluster.plan.scenarios import REPLICA, STEP
 
@@ -124,17 +125,33 @@ def test_a_request_alone_takes_the_steps_of_its_drafts():
     # The second one has 3 drafts: 45 steps beside the first one make 180 tokens of it.
     first_s, second_s = sorted(ends(drafting_replica(1.0), (0.0, 32, 400), (0.0, 32, 400)))
     assert second_s - first_s == pytest.approx(220 / 4 * DRAFTS.seconds(1, 322, 0, 3), rel=0.05)
-    # The fifth one ends the drafts of all, whose tokens are read again.
-    five = [(0.0, 32, 100)] * 5
-    assert ends(drafting_replica(1.0), *five) == pytest.approx(ends(REPLICA, *five), rel=0.1)
+    # One more than are drafted for ends the drafts of all, whose tokens are read again.
+    many = [(0.0, 32, 100)] * (UNDRAFTED_FROM + 1)
+    assert ends(drafting_replica(1.0), *many) == pytest.approx(ends(REPLICA, *many), rel=0.1)
 
 
 def test_one_that_comes_beside_drafts_does_not_wait_for_those_that_are_read_again():
-    four, late = [Request(0.2 * n, 250, 400) for n in range(4)], Request(1.5, 32, 50)
-    done = serve(drafting_replica(0.5), [*four, late]).done
-    assert len(done) == 5
-    again_s = 4 * DRAFTS.prompt_s(300, REPLICA.chunk_tokens)
-    assert late.first_s - late.at_s < DRAFTS.prompt_s(32, REPLICA.chunk_tokens, 4, 300) + 0.25 * again_s
+    most, late = UNDRAFTED_FROM, Request(2.0, 32, 50)
+    drafted = [Request(0.2 * n, 250, 400) for n in range(most)]
+    done = serve(drafting_replica(0.5), [*drafted, late]).done
+    assert len(done) == most + 1
+    again_s = most * DRAFTS.prompt_s(300, REPLICA.chunk_tokens)
+    assert late.first_s - late.at_s < DRAFTS.prompt_s(32, REPLICA.chunk_tokens, most, 300) + 0.25 * again_s
+
+
+def test_no_more_are_drafted_for_than_that_gains_for():
+    dear = dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=((0.9,),), draft_token_s=0.002)
+    assert 1 < dear.drafted_up_to < UNDRAFTED_FROM
+    many = [(0.0, 32, 100)] * (dear.drafted_up_to + 1)
+    assert ends(dataclasses.replace(REPLICA, step=dear), *many) == pytest.approx(ends(REPLICA, *many), rel=0.1)
+
+
+def test_a_long_prompt_is_drafted_for_beside_few():
+    beside = [(0.0, 32, 100)] * LONG_UNDRAFTED_FROM
+    long, short = ((0.1, WHOLE_PROMPT_TOKENS + more, 100) for more in (1, 0))
+    plain = ends(REPLICA, *beside, long)
+    assert ends(drafting_replica(1.0), *beside, long)[-1] == pytest.approx(plain[-1], rel=0.2)
+    assert ends(drafting_replica(1.0), *beside, short)[-1] < 0.6 * plain[-1]
 
 
 def test_acceptance_changes_within_an_answer():
@@ -145,7 +162,7 @@ def test_acceptance_changes_within_an_answer():
 
 
 def test_a_long_answer_is_drafted_for_again_when_the_others_have_ended():
-    crowd = [(0.0, 32, 50)] * 4
+    crowd = [(0.0, 32, 50)] * UNDRAFTED_FROM
     long, short = (0.0, 32, 400), (0.0, 32, 80)
     assert ends(drafting_replica(1.0), *crowd, long)[-1] < 0.5 * ends(REPLICA, *crowd, long)[-1]
     # Nothing of one that has little left.
@@ -153,6 +170,6 @@ def test_a_long_answer_is_drafted_for_again_when_the_others_have_ended():
 
 
 def test_drafting_goes_on_when_those_without_drafts_have_ended():
-    crowd, late = [(0.0, 32, 100)] * 5, (9.0, 32, 100)
+    crowd, late = [(0.0, 32, 100)] * (UNDRAFTED_FROM + 1), (9.0, 32, 100)
     slow, quick = (ends(replica, *crowd, late)[-1] for replica in (REPLICA, drafting_replica(1.0)))
     assert quick - 9.0 < (slow - 9.0) / 3

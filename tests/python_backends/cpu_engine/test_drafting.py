@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
-from contract.scheduling import RESUME_TOKENS, RESUME_UP_TO, RETRY_AFTER, SHARED_DRAFT, UNDRAFTED_FROM
+from contract.scheduling import (
+    LONG_UNDRAFTED_FROM,
+    RESUME_TOKENS,
+    RESUME_UP_TO,
+    RETRY_AFTER,
+    SHARED_DRAFT,
+    UNDRAFTED_FROM,
+    WHOLE_PROMPT_TOKENS,
+)
 from python_backends.cpu_engine.drafting import Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
@@ -44,10 +52,10 @@ def test_the_length_follows_the_load():
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
     for _ in range(200):
-        length.observe(1, 0, 16)
+        length.observe(0, 16)
     assert [length.choose(0) for _ in range(RETRY_AFTER)] == [0] * (RETRY_AFTER - 1) + [8]
     for _ in range(100):
-        length.observe(1, 3, 16)
+        length.observe(3, 16)
     assert length.choose(0) == 8
 
 
@@ -56,9 +64,9 @@ def test_one_text_that_does_not_repeat_itself_ends_no_drafting_that_gains():
     timed(length, 0.02, 0.032)
     for _ in range(3):
         for _ in range(60):
-            length.observe(1, 3, 16)
+            length.observe(3, 16)
     for _ in range(100):
-        length.observe(1, 0, 16)
+        length.observe(0, 16)
     assert length.choose(0) == 8
 
 
@@ -66,13 +74,13 @@ def test_the_beginnings_of_answers_tell_less_than_what_follows():
     """Bursts that end drafting after ten tokens, and one answer that is drafted for to its end."""
     length = DraftLength(8)
     for position in [*range(1, 11)] * 8:
-        length.observe(1, 0, position)
+        length.observe(0, position)
     assert length.choose(0) == 8
     for position in [*range(1, 11)] * 40:
-        length.observe(1, 0, position)
+        length.observe(0, position)
     assert length.choose(0) == 0
     for position in range(1, 200, 9):
-        length.observe(1, 8, position)
+        length.observe(8, position)
     assert length.choose(0) == 8
 
 
@@ -88,27 +96,53 @@ def test_drafts_have_to_earn_the_time_of_their_steps():
     timed(dear, 0.02, 0.045)
     for length in (free, dear):
         for _ in range(200):
-            length.observe(1, 1, 16)
+            length.observe(1, 16)
     assert (free.choose(0), dear.choose(0)) == (4, 0)
     for _ in range(200):
-        dear.observe(1, 3, 16)
+        dear.observe(3, 16)
     assert dear.choose(0) == 4
 
 
-def test_the_cost_of_drafts_is_that_of_the_nearest_number_of_sequences_once_both_kinds_of_step_are_known():
+def test_the_cost_of_drafts_lies_between_those_of_the_nearest_numbers_of_sequences_that_are_known():
     length = DraftLength(4)
     for _ in range(8):
         length.timed(1, 0.05, drafts=True)
-    assert length.cost(1) == 0 and not length.measured
+    assert length.cost(1) == 0 and length.untimed == 1
     for _ in range(8):
         length.timed(1, 0.02, drafts=False)
-    assert length.measured and length.cost(1) == length.cost(3) == pytest.approx(1.5)
+    assert length.untimed == UNDRAFTED_FROM and length.cost(1) == length.cost(3) == pytest.approx(1.5)
     timed(length, 0.04, 0.06, sequences=3)
     assert length.cost(3) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.5)
+    assert length.cost(2) == pytest.approx(0.055 / 0.03 - 1) and length.cost(8) == length.cost(3)
     length.timed(1, 10.0, drafts=True)  # waited for a core
     assert length.cost(1) < 1.8
     timed(length, 0.05, 0.02, sequences=2)
     assert length.cost(2) == 0
+
+
+def test_drafts_that_gain_for_few_sequences_may_not_for_many():
+    length = DraftLength(8)
+    timed(length, 0.02, 0.02)
+    timed(length, 0.02, 0.06, sequences=UNDRAFTED_FROM)
+    for _ in range(1000):
+        length.observe(8, 16)  # of which three count beside others
+    assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, SHARED_DRAFT, SHARED_DRAFT]
+    for _ in range(1000):
+        length.observe(1, 16)
+    assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, SHARED_DRAFT, 0]
+    # Those that come together are one batch: not one is read with drafts and again without.
+    assert length.choose(0, behind=UNDRAFTED_FROM - 1) == 0 and length.choose(0, behind=1) == 8
+
+
+def test_a_long_prompt_is_drafted_for_beside_few():
+    drafting = Drafting(None, dataclasses.replace(LIMITS, max_seq_len=2048, kv_cache_blocks=1024), 3)
+    long, short = (command(100, tokens=WHOLE_PROMPT_TOKENS + more) for more in (1, 0))
+    for id in range(LONG_UNDRAFTED_FROM - 1):
+        assert drafting.admit(command(id), genai.GenerationConfig(), running=id)
+    assert not drafting.admit(long, genai.GenerationConfig(), running=len(drafting), behind=1)
+    assert drafting.admit(command(3), genai.GenerationConfig(), running=len(drafting))
+    assert not drafting.admit(long, genai.GenerationConfig(), running=len(drafting))
+    assert drafting.admit(short, genai.GenerationConfig(), running=len(drafting))
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 8)), max_size=50), st.integers(1, 16))
@@ -118,7 +152,7 @@ def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int
         chosen = length.choose(running)
         assert 0 <= chosen <= most and (running < UNDRAFTED_FROM or not chosen)
         if chosen:
-            length.observe(1, min(chosen, accepted), running)
+            length.observe(min(chosen, accepted), running)
 
 
 def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
@@ -161,18 +195,22 @@ def test_a_probe_is_no_try_of_whether_drafts_gain():
     assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
 
 
-def test_plain_steps_are_wanted_once_the_pipeline_is_loaded_until_they_are_known():
+def test_plain_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known():
     drafting = Drafting(None, LIMITS, 3)
     drafting.load_with(lambda: "pipeline")
     for _ in range(8):
         drafting.timed(1, 0.02, drafts=False)  # beside the loading
-    assert not drafting.wants_plain_steps
+    assert not drafting.untimed
     drafting.load()
-    assert drafting.wants_plain_steps
+    for sequences in (1, UNDRAFTED_FROM):
+        assert drafting.untimed == sequences
+        for _ in range(8):
+            drafting.timed(sequences, 0.02, drafts=False)
+    assert not drafting.untimed and not Drafting(None, LIMITS).untimed
+    few = Drafting("pipeline", dataclasses.replace(LIMITS, max_batch_size=2), 3)
     for _ in range(8):
-        drafting.timed(1, 0.02, drafts=False)
-    assert not drafting.wants_plain_steps
-    assert not Drafting(None, LIMITS).wants_plain_steps
+        few.timed(1, 0.02, drafts=False)
+    assert few.untimed == 2
 
 
 @pytest.mark.parametrize("drafts", [True, False])
