@@ -33,7 +33,6 @@ from benchmarks.step_trials import (
     check_serves,
     design,
     reference,
-    step_draft_tokens,
 )
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
@@ -41,7 +40,7 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.errors import InvalidArgument
 from contract.manifest import EngineManifest
-from contract.scheduling import UNDRAFTED_FROM
+from contract.scheduling import UNDRAFTED_FROM, step_draft_tokens
 from contract.step_model import Point, StepModel
 
 POINTS = "step_model.points.jsonl"

@@ -31,7 +31,7 @@ from benchmarks.workload import PlannedRequest
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.manifest import EngineManifest
-from contract.scheduling import BLOCK_TOKENS, RESUME_UP_TO, RETRY_AFTER, UNDRAFTED_FROM, drafts_beside
+from contract.scheduling import BLOCK_TOKENS, RESUME_UP_TO, RETRY_AFTER, UNDRAFTED_FROM, step_draft_tokens
 from contract.step_model import Point
 
 SHORT = 32  # tokens of a prompt that costs little beside what it is there for
@@ -87,7 +87,8 @@ def design(engine: EngineManifest) -> list[Trial]:
             trials.append(Trial(n, longest, 0))
     most = min(engine.max_num_tokens, half)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
-    for n in (2 * UNDRAFTED_FROM if engine.draft_tokens else UNDRAFTED_FROM, 16, 32):
+    fewest = 4 + UNDRAFTED_FROM * bool(engine.draft_tokens)  # more than are drafted for, where any are
+    for n in (fewest, 16, 32):
         # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
         if n < engine.max_batch_size and n + 2 * SHORT <= most:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
@@ -108,11 +109,6 @@ def reference(engine: EngineManifest) -> list[Trial]:
     levels, middle = sorted(decoding_), len(alone) // 2
     chosen = sorted({levels[0], levels[len(levels) // 2], levels[-1]})
     return [decoding_[n] for n in chosen] + alone[middle : middle + 1]
-
-
-def step_draft_tokens(most: int, sequences: int) -> int:
-    """Return the draft tokens of a step of so many sequences. most: of one alone."""
-    return sum(drafts_beside(most, others) for others in range(sequences))
 
 
 class NotTogether(EngineFailed):

@@ -37,3 +37,8 @@ def undrafted_from(prompt_tokens: int) -> int:
 def drafts_beside(most: int, others: int) -> int:
     """Return the draft tokens per step of a sequence beside so many others. most: of one alone."""
     return min(SHARED_DRAFT, most) if others else most
+
+
+def step_draft_tokens(most: int, sequences: int) -> int:
+    """Return the draft tokens of a step of so many sequences. most: of one alone."""
+    return sum(drafts_beside(most, others) for others in range(sequences))

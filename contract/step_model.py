@@ -20,7 +20,7 @@ from typing import Any
 
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
-from contract.scheduling import LEAST_GAIN, UNDRAFTED_FROM, drafts_beside, window_s
+from contract.scheduling import LEAST_GAIN, UNDRAFTED_FROM, drafts_beside, step_draft_tokens, window_s
 
 FILE_NAME = "step_model.json"
 # 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
@@ -186,7 +186,7 @@ class StepModel:
     def drafts_gain(self, sequences: int = 1) -> float:
         """Of each of so many sequences: tokens that drafts add to a step, less the plain steps that its longer time
         takes."""
-        drafts = sum(drafts_beside(self.draft_tokens, nth) for nth in range(sequences))
+        drafts = step_draft_tokens(self.draft_tokens, sequences)
         plain_s, drafted_s = (self.engine_s(sequences, 0, 0, verified) for verified in (0, drafts))
         made = self._made_per_step(drafts_beside(self.draft_tokens, sequences - 1))
         return made - (drafted_s / plain_s if plain_s else 1.0)
@@ -194,8 +194,6 @@ class StepModel:
     @property
     def drafted_up_to(self) -> int:
         """The most sequences that an engine drafts for; 0 where that gains nothing."""
-        if not self.draft_tokens:
-            return 0
         return next((n for n in range(UNDRAFTED_FROM, 0, -1) if self.drafts_gain(n) >= LEAST_GAIN), 0)
 
     @property

@@ -1,6 +1,7 @@
 """Trials of single steps against a scripted engine: known steps in, the same steps out."""
 
 import asyncio
+import dataclasses
 import time
 from pathlib import Path
 
@@ -96,6 +97,14 @@ def test_a_server_without_timings_cannot_be_calibrated(tmp_path: Path):
     one = Experiment(small(), KEY, Plain(SOME), Words(), tmp_path / "points")
     with pytest.raises(EngineFailed, match="timings"):
         asyncio.run(one.run([Trial(0, 0, 60)], 1, time.monotonic() + 60))
+
+
+@pytest.mark.parametrize(("drafts", "fewest"), [(0, 4), (8, UNDRAFTED_FROM + 4)])
+def test_prompts_are_measured_beside_streams_that_are_not_drafted_for(drafts, fewest):
+    engine = dataclasses.replace(small(drafts=drafts, longest=4096), max_batch_size=64, max_num_tokens=512)
+    work = step_trials.design(engine)
+    assert len(work) == len(set(work)), "each is measured once in a round"
+    assert sorted({trial.sequences for trial in work if trial.sequences and trial.prefill}) == [fewest, 16, 32]
 
 
 def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, monkeypatch):
