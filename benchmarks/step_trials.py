@@ -198,14 +198,14 @@ class Experiment:
     async def _draft(self, trial: Trial) -> Outcome:
         """Measure steps that draft for the few requests that there are, and, of one, what is accepted.
 
-        Where it rejected the drafts of earlier trials, the engine drafts for no more than one request in
-        ``scheduling.RETRY_AFTER`` until it accepts some; a request without drafts tells nothing of them.
+        Where it rejected the drafts of earlier trials, the engine drafts for none until ``scheduling.RETRY_AFTER``
+        requests came, and never for as many as its processor loses by; a request without drafts tells nothing of them.
         """
         alone, began_s = trial.sequences == 1, time.monotonic()
         measured: list[tuple[Point, float, list[float]]] = []
         drafted: list[tuple[Point, float, list[float]]] = []
         count, tokens = TEXTS if alone else PROBES, min(TEXT if alone else ANSWER, self._engine.max_seq_len // 2)
-        while len(drafted) < count and len(measured) < count + RETRY_AFTER:
+        while len(drafted) < count and len(measured) < count + RETRY_AFTER // trial.sequences:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
                 break
             before = self.drafted()

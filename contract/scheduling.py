@@ -12,8 +12,7 @@ LONG_UNDRAFTED_FROM = 4  # for a prompt that is not read whole beside streams: o
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
-# Accepted tokens per step, less the plain steps that its longer time would take, below which drafts are not worth it.
-LEAST_GAIN = 0.2
+LEAST_SPEEDUP = 1.2  # tokens per second with drafts, over those without, below which drafts are not worth it
 RETRY_AFTER = 16  # requests after which drafts are tried again
 
 # Sending (coalescing_window.py): tokens of all streams wait to be sent together. Of the CPU that is there, what

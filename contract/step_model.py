@@ -20,7 +20,7 @@ from typing import Any
 
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
-from contract.scheduling import LEAST_GAIN, UNDRAFTED_FROM, drafts_beside, step_draft_tokens, window_s
+from contract.scheduling import LEAST_SPEEDUP, UNDRAFTED_FROM, drafts_beside, step_draft_tokens, window_s
 
 FILE_NAME = "step_model.json"
 # 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
@@ -183,18 +183,17 @@ class StepModel:
                 steps += (end - begin) / tokens_per_step(accepted_at(text, begin), draft_tokens)
         return len(self.acceptance) * TYPICAL_ANSWER / steps if steps else 1.0
 
-    def drafts_gain(self, sequences: int = 1) -> float:
-        """Of each of so many sequences: tokens that drafts add to a step, less the plain steps that its longer time
-        takes."""
+    def drafts_speedup(self, sequences: int = 1) -> float:
+        """Return the tokens per second of so many sequences with drafts over those without; 1 where none are made."""
         drafts = step_draft_tokens(self.draft_tokens, sequences)
         plain_s, drafted_s = (self.engine_s(sequences, 0, 0, verified) for verified in (0, drafts))
         made = self._made_per_step(drafts_beside(self.draft_tokens, sequences - 1))
-        return made - (drafted_s / plain_s if plain_s else 1.0)
+        return made * (plain_s / drafted_s if drafted_s else 1.0)
 
     @property
     def drafted_up_to(self) -> int:
         """The most sequences that an engine drafts for; 0 where that gains nothing."""
-        return next((n for n in range(UNDRAFTED_FROM, 0, -1) if self.drafts_gain(n) >= LEAST_GAIN), 0)
+        return next((n for n in range(UNDRAFTED_FROM, 0, -1) if self.drafts_speedup(n) >= LEAST_SPEEDUP), 0)
 
     @property
     def estimated(self) -> bool:

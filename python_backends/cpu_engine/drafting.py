@@ -11,6 +11,9 @@ few are left, with what they have generated.
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,7 +21,8 @@ import numpy as np
 import openvino_genai as genai
 
 from contract.scheduling import (
-    LEAST_GAIN,
+    BLOCK_TOKENS,
+    LEAST_SPEEDUP,
     RESUME_TOKENS,
     RESUME_UP_TO,
     RETRY_AFTER,
@@ -30,97 +34,135 @@ from contract.scheduling import (
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
-_TIME_WEIGHT = 1 / 16  # of a step in the moving averages of times
-_ENOUGH = 4  # steps, until their average counts
-_OUTLIER = 2.0  # times the average: the process waited for a core
+TIMED_STEPS = 7  # of each kind, when the engine idles
+_LAST = 15  # steps of which the median is taken
+_ENOUGH = 5  # until it counts
 
 # Weights of a step in the moving average, which is over several answers: some repeat themselves and some never do, and
 # after drafting has ended, it takes RETRY_AFTER requests until it is tried again. Answers begin to repeat themselves
 # late: where bursts end drafting after a few tokens, time and again, these must not tell what later ones would gain.
-_EARLY, _EARLY_WEIGHT, _WEIGHT = 16, 0.002, 0.005
+_EARLY, _EARLY_PART, _WEIGHT = 16, 0.4, 0.005
+_READ_PER_STEP = 24  # tokens of a text that are read again in the time of a plain step, on AVX2; more on AMX
+# Accepted tokens until steps tell, and when drafts are tried again, and the steps as which this counts. SmolLM2 accepts
+# 1.1 to 1.3 in passages of prose.
+_EXPECTED, _EXPECTED_STEPS = 1.2, 50
 
 
 class StepTimes:
-    """Moving averages of the seconds of steps that only decode, by the number of sequences in them."""
+    """Seconds of the last steps that only decode: by the number of sequences in them, and whether they drafted."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._seen: dict[int, int] = {}
+        self._seconds: dict[tuple[int, bool], deque[float]] = {}
 
-    def observe(self, sequences: int, taken_s: float) -> None:
+    def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in a step."""
-        seen = self._seen[sequences] = self._seen.get(sequences, 0) + 1
-        average_s = self._seconds.get(sequences, taken_s)
-        if seen > _ENOUGH:
-            taken_s = min(taken_s, _OUTLIER * average_s)
-        self._seconds[sequences] = average_s + (taken_s - average_s) * max(1 / seen, _TIME_WEIGHT)
+        self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append(taken_s)
 
-    def knows(self, sequences: int) -> bool:
-        """Return whether steps of so many sequences were seen often enough."""
-        return self._seen.get(sequences, 0) >= _ENOUGH
+    def knows(self, sequences: int, *, drafts: bool) -> bool:
+        """Return whether such steps were seen often enough."""
+        return len(self._seconds.get((sequences, drafts), ())) >= _ENOUGH
 
-    def of(self, sequences: int) -> float | None:
-        """Return the average, between the nearest numbers that are known; None if none is."""
-        known = sorted(n for n in self._seen if self.knows(n))
-        return float(np.interp(sequences, known, [self._seconds[n] for n in known])) if known else None
+    def costs(self) -> dict[int, float]:
+        """Return how many plain steps longer one with drafts takes, for each number of which both are known.
+
+        Of medians: a step in which the process waited for a core takes several times as long.
+        """
+        both = [
+            n for n, drafts in self._seconds if drafts and self.knows(n, drafts=True) and self.knows(n, drafts=False)
+        ]
+        median = {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
+        return {n: max(0.0, median[n, True] / median[n, False] - 1) for n in both}
 
 
 class DraftLength:
     """The length for the next request.
 
-    most: of the recipe. slots: sequences that the engine runs at once.
+    most: of the recipe. slots: sequences that the engine can time together.
     """
 
-    def __init__(self, most: int, slots: int = UNDRAFTED_FROM) -> None:
+    def __init__(self, most: int, slots: int) -> None:
         self._most = most
-        self._timed = 1, min(UNDRAFTED_FROM, slots)  # sequences of the plain steps that are timed when the engine idles
+        self._idle_steps = [(n, drafts) for n in (1, min(UNDRAFTED_FROM, slots)) for drafts in (False, True)]
         # Moving averages per step of a sequence: tokens accepted, and of the first SHARED_DRAFT drafts.
-        self._accepted = self._shared = 2 * LEAST_GAIN
-        self._since = 0
-        self._plain, self._drafted = StepTimes(), StepTimes()
+        self._accepted = self._shared = _EXPECTED
+        self._refused = 0  # requests since the averages began anew
+        self._seen = 0.0  # steps since then
+        # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together.
+        self._idle, self._served = StepTimes(), StepTimes()
+
+    def refused(self) -> None:
+        """Take in that a request came that is not drafted for."""
+        self._refused += 1
 
     def choose(self, running: int, behind: int = 0) -> int:
         """Return the draft tokens per step of a request that is added to ``running`` others, before ``behind`` more; 0
         for none."""
         together = running + behind + 1
-        if together > UNDRAFTED_FROM:
-            return 0
-        self._since += 1
-        if not self.gains(together) and self._since < RETRY_AFTER:
-            return 0
-        self._since = 0
-        return self.beside(running)
+        return self.beside(running) if together <= UNDRAFTED_FROM and self.tries(together) else 0
+
+    def tries(self, sequences: int) -> bool:
+        """Return whether to draft for so many sequences: it gains, or RETRY_AFTER requests were not drafted for.
+
+        Then what was seen is forgotten, since a few steps of other texts would hardly change it. Where drafts that are
+        accepted as expected would not earn their time, none are tried.
+        """
+        expected = (1 + _EXPECTED) / (1 + self.cost(sequences))
+        if not self.gains(sequences) and self._refused >= RETRY_AFTER and expected >= LEAST_SPEEDUP:
+            self._accepted, self._shared = max(self._accepted, _EXPECTED), max(self._shared, _EXPECTED)
+            self._refused, self._seen = 0, 0.0
+        return self.gains(sequences)
 
     def gains(self, sequences: int) -> bool:
-        """Return whether drafting for so many sequences makes more tokens than its time would without."""
-        return (self._accepted if sequences == 1 else self._shared) - self.cost(sequences) >= LEAST_GAIN
+        """Return whether drafts make enough more tokens of so many sequences than their time would without."""
+        return self.speedup(sequences) >= LEAST_SPEEDUP
+
+    def speedup(self, sequences: int) -> float:
+        """Return the tokens per second of so many sequences with drafts over those without."""
+        return (1 + (self._accepted if sequences == 1 else self._shared)) / (1 + self.cost(sequences))
 
     @property
-    def untimed(self) -> int:
-        """The sequences of the plain step whose time is to be known next; 0 if all are."""
-        return next((n for n in self._timed if not self._plain.knows(n)), 0)
+    def untimed(self) -> tuple[int, bool] | None:
+        """The sequences of the step whose time is to be known next, and whether it drafts; None if all are known."""
+        for sequences, drafts in self._idle_steps:
+            if not self._idle.knows(sequences, drafts=drafts):
+                return sequences, drafts
+        return None
 
     def beside(self, running: int) -> int:
         """Return the draft tokens per step of a request beside so many others."""
         return drafts_beside(self._most, running)
 
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
-        """Take in how long a step that only decoded so many sequences took."""
-        (self._drafted if drafts else self._plain).observe(sequences, taken_s)
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool) -> None:
+        """Take in how long a step that only decoded so many sequences took. idle: it was made to be timed."""
+        (self._idle if idle else self._served).observe(sequences, taken_s, drafts=drafts)
 
     def cost(self, sequences: int) -> float:
-        """Return how many plain steps longer a step with drafts takes; 0 until it is known."""
-        plain_s, drafted_s = self._plain.of(sequences), self._drafted.of(sequences)
-        return max(0.0, drafted_s / plain_s - 1) if plain_s and drafted_s else 0.0
+        """Return how many plain steps longer a step with drafts takes, between the nearest numbers that are known.
+
+        Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for
+        as long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
+        """
+        if self.untimed:
+            return 0.0 if sequences == 1 else math.inf
+        costs = self._idle.costs() | self._served.costs()
+        known = sorted(costs)
+        return float(np.interp(sequences, known, [costs[n] for n in known]))
 
     def observe(self, accepted: int, position: int) -> None:
         """Take in a step that accepted so many draft tokens of a sequence.
 
         position: tokens that the sequence had made before.
         """
-        weight = _EARLY_WEIGHT if position < _EARLY else _WEIGHT
+        part = _EARLY_PART if position < _EARLY else 1.0
+        weight = part * max(_WEIGHT, 1 / (_EXPECTED_STEPS + self._seen))
+        self._seen += part
         self._accepted += (accepted - self._accepted) * weight
         self._shared += (min(accepted, SHARED_DRAFT) - self._shared) * weight
+
+
+def timed_tokens(sequences: int, draft_tokens: int) -> int:
+    """Return the tokens that one of so many sequences can make while their steps are timed: they start one by one."""
+    return (sequences + TIMED_STEPS) * (1 + draft_tokens)
 
 
 @dataclass
@@ -152,20 +194,26 @@ class Drafting:
         self.load: Callable[[], None] | None = None
         self._limits = limits
         self._ngram_size = ngram_size
-        self._length = DraftLength(limits.max_draft_len, limits.max_batch_size)
+        blocks = limits.draft_blocks(BLOCK_TOKENS + timed_tokens(UNDRAFTED_FROM, limits.max_draft_len))
+        slots = min(limits.max_batch_size, max(1, limits.draft_pool_blocks // blocks))
+        self._length = DraftLength(limits.max_draft_len, slots)
         self._sequences: dict[int, _Sequence] = {}
         self._plain: dict[int, _Sequence] = {}
         self._steps = self._accepted = 0
-        self._waits = False  # for its pipeline
+        self._waits = False  # for its pipeline, also where that could not be loaded
+        self._loads = False
 
     def load_with(self, load: Callable[[], genai.ContinuousBatchingPipeline]) -> None:
         """Draft from when ``self.load``, which may run in a thread of its own, has loaded the pipeline."""
 
         def set_pipeline() -> None:
-            self.pipeline = load()
-            self._waits = False
+            try:
+                self.pipeline = load()
+                self._waits = False
+            finally:
+                self._loads = False
 
-        self._waits, self.load = True, set_pipeline
+        self._waits, self._loads, self.load = True, True, set_pipeline
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -185,21 +233,29 @@ class Drafting:
             would be read here and, when the last of them comes, in the plain pipeline again.
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
+        length = self._length_of(command, running, behind, blocks)
+        if length:
+            self._take(command, config, length, blocks)
+        elif command.max_tokens > SHARED_DRAFT:
+            self._length.refused()
+        return length > 0
+
+    def _length_of(self, command: AddSequence, running: int, behind: int, blocks: int) -> int:
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
         most = undrafted_from(command.input_ids.size)
         if self._waits or running > len(self) or running + behind >= most or blocks > free:
-            return False
-        length = self._length.beside(running=1)  # of one as short as a probe, which shows no gain
-        if command.max_tokens > SHARED_DRAFT:
-            length = self._length.choose(running, behind)
-        if length:
-            self._take(command, config, length, blocks)
-        return length > 0
+            return 0
+        if command.max_tokens <= SHARED_DRAFT:
+            return self._length.beside(running=1)  # of one as short as a probe, which shows no gain
+        return self._length.choose(running, behind)
 
     def _take(self, command: AddSequence, config: genai.GenerationConfig, length: int, blocks: int) -> None:
+        self._set(config, length)
+        self._sequences[command.id] = _Sequence(command, length, blocks)
+
+    def _set(self, config: genai.GenerationConfig, length: int) -> None:
         config.num_assistant_tokens = length
         config.max_ngram_size = self._ngram_size
-        self._sequences[command.id] = _Sequence(command, length, blocks)
 
     def follow(self, command: AddSequence) -> None:
         """Follow a sequence that the plain pipeline has taken."""
@@ -212,7 +268,7 @@ class Drafting:
         Call ``take_back`` for each.
         """
         moved = list(self._plain.values())
-        if self._waits or self._sequences or not 1 <= len(moved) <= RESUME_UP_TO or not self._length.gains(len(moved)):
+        if self._waits or self._sequences or not 1 <= len(moved) <= RESUME_UP_TO or not self._length.tries(len(moved)):
             return []
         for sequence in moved:
             made = len(sequence.token_ids)
@@ -228,6 +284,19 @@ class Drafting:
         del self._plain[command.id]
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         self._take(command, config, self._length.beside(len(self._sequences)), blocks)
+
+    def loses(self) -> bool:
+        """Return whether the sequences that are drafted for would end sooner without, after they are read again.
+
+        Not where one of them has to stay: each step would be one of both pipelines.
+        """
+        sequences = list(self._sequences.values())
+        speedup = self._length.speedup(len(sequences)) if sequences else 1.0
+        if not 0 < speedup < 1 or not all(_movable(one.command) for one in sequences):
+            return False
+        read = sum(one.command.input_ids.size + len(one.token_ids) for one in sequences)
+        left = sum(one.command.max_tokens - len(one.token_ids) for one in sequences)
+        return left / len(sequences) * (1 / speedup - 1) > read / _READ_PER_STEP
 
     def leave(self, starts: Callable[[int], bool]) -> AddSequence | None:
         """Forget a sequence that can go on in the plain pipeline; return the command that continues it, if any can.
@@ -257,17 +326,32 @@ class Drafting:
             self._accepted += len(token_ids) - 1
             self._length.observe(len(token_ids) - 1, position)
 
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
-        """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing."""
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool = False) -> None:
+        """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing.
+
+        idle: it was made to be timed.
+        """
         if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
             return
         if all(sequence.token_ids for sequence in (self._sequences if drafts else self._plain).values()):
-            self._length.timed(sequences, taken_s, drafts=drafts)
+            self._length.timed(sequences, taken_s, drafts=drafts, idle=idle)
 
     @property
-    def untimed(self) -> int:
-        """The sequences of the plain step whose time is to be known next; 0 if all are, or nothing is drafted."""
-        return 0 if self.pipeline is None else self._length.untimed
+    def learns(self) -> bool:
+        """Whether steps are to be timed when the engine idles, now or once the pipeline is loaded."""
+        return self._loads or self.untimed is not None
+
+    @property
+    def untimed(self) -> tuple[int, bool] | None:
+        """The sequences of the step that is to be timed next, and whether it drafts; None if all are known, or nothing
+        is drafted."""
+        return None if self.pipeline is None else self._length.untimed
+
+    def set_timed(self, config: genai.GenerationConfig, sequences: int, beside: int) -> None:
+        """Complete the configuration of one of so many sequences by which a step with drafts is timed."""
+        length = self._length.beside(beside)
+        config.max_new_tokens = timed_tokens(sequences, length)
+        self._set(config, length)
 
     def end(self, id: int) -> None:
         """Forget a sequence."""

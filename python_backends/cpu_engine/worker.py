@@ -27,7 +27,7 @@ from contract import failpoint, thread_dump
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from contract.scheduling import BLOCK_TOKENS, UNDRAFTED_FROM
-from python_backends.cpu_engine.drafting import Drafting
+from python_backends.cpu_engine.drafting import TIMED_STEPS, Drafting, timed_tokens
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget, attended
@@ -41,7 +41,7 @@ from python_backends.limits import EngineLimits
 _NICE = 5
 _PIECE_IDS = 2**62  # beyond those of all sequences
 _TIMED_IDS = _PIECE_IDS - UNDRAFTED_FROM
-_TIMED_STEPS = 6
+_IDLE_S = 0.1  # without a command, until steps are timed: clients that send the next request at once wait for none
 
 
 class StepLoop:
@@ -150,23 +150,30 @@ class StepLoop:
             self._scheduled += metrics.scheduled_requests
             self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
-    def _time_plain_steps(self, sequences: int) -> None:
-        """Generate a few tokens of so many sequences without drafts, to time their steps. A request ends it."""
-        config = generation_config(_TIMED_STEPS + 1, SamplingParams(top_k=1), frozenset())
+    def _time_steps(self, sequences: int, drafts: bool) -> None:
+        """Generate a few tokens of so many sequences, with or without drafts, to time their steps. A request ends it.
+
+        Each step reads one prompt, of one block, so that a request waits for no longer step.
+        """
+        pipeline = (self._drafting.pipeline if drafts else None) or self._pipeline
         handles: dict[int, genai.GenerationHandle] = {}
-        for id in range(_TIMED_IDS, _TIMED_IDS + sequences):
-            ids = np.full(BLOCK_TOKENS, id - _TIMED_IDS, np.int64)  # one whole block, as in open_drafting
-            self._partial_blocks.add(id, ids)
-            handles[id] = self._pipeline.add_request(id, ov.Tensor(ids[None]), config)
-        while any(handle.get_status() == genai.GenerationStatus.RUNNING for handle in handles.values()):
-            began_s, decodes = time.perf_counter(), all(handle.can_read() for handle in handles.values())
-            self._pipeline.step()
-            if decodes:
-                self._drafting.timed(sequences, time.perf_counter() - began_s, drafts=False)
-            if self._connection.poll(0):
-                for handle in handles.values():
-                    handle.cancel()
-                self._pipeline.step()  # frees their blocks
+        for nth in range(sequences + TIMED_STEPS):
+            if nth and self._connection.poll(0):
+                break
+            began_s = time.perf_counter()
+            if nth < sequences:
+                ids = np.full(BLOCK_TOKENS, nth, np.int64)  # one whole block, as in open_drafting
+                config = generation_config(timed_tokens(sequences, 0), SamplingParams(top_k=1), frozenset())
+                if drafts:
+                    self._drafting.set_timed(config, sequences, beside=nth)
+                self._partial_blocks.add(_TIMED_IDS + nth, ids)
+                handles[_TIMED_IDS + nth] = pipeline.add_request(_TIMED_IDS + nth, ov.Tensor(ids[None]), config)
+            pipeline.step()
+            if nth >= sequences:
+                self._drafting.timed(sequences, time.perf_counter() - began_s, drafts=drafts, idle=True)
+        for handle in handles.values():
+            handle.cancel()
+        pipeline.step()  # frees their blocks
         for id, handle in handles.items():
             while handle.can_read():
                 for output in handle.read().values():
@@ -177,8 +184,9 @@ class StepLoop:
         came: list[AddSequence] = []
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
         busy = self._handles, self._prompts, self._piece, self._unscored, self._ended, came
-        while (untimed := self._drafting.untimed) and not any(busy) and not self._connection.poll(0):
-            self._time_plain_steps(untimed)
+        while not any(busy) and not self._connection.poll(_IDLE_S if self._drafting.learns else None):
+            if untimed := self._drafting.untimed:
+                self._time_steps(*untimed)
         while self._connection.poll(0 if any(busy) else None):
             command = self._connection.recv()
             if not isinstance(command, AddSequence):
@@ -300,12 +308,13 @@ class StepLoop:
             self._advance(time.monotonic_ns())
 
     def _leave_drafting(self) -> None:
-        """Continue a sequence that is drafted for in the plain pipeline, from the ids it has, where that one has any.
+        """Continue a sequence that is drafted for in the plain pipeline, from the ids it has, where that one has any or
+        drafts lose.
 
         One in each step, since it is read again: together they would stop all streams for as long as all of them take.
         None in the step that reads the first prompt of the plain pipeline, which would wait for it.
         """
-        if not (self._drafting and self._plain()):
+        if not self._drafting or not (self._plain() or self._drafting.loses()):
             return
         waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
         command = None if waits else self._drafting.leave(self._partial_blocks.starts)

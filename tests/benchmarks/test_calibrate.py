@@ -121,7 +121,7 @@ def test_a_step_beside_something_else_of_the_machine_tells_nothing():
 
 
 def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(capsys):
-    model = dataclasses.replace(SOME, draft_token_s=0.001, draft_tokens=8, acceptance=((0.5,),))
+    model = dataclasses.replace(SOME, draft_token_s=0.001, draft_tokens=8, acceptance=((0.8,),))
     steps_s = 1.3 * model.seconds(1, 32 + 45, 0, 8), 7.0
     record = Record(0, 10.0, 10.0, [(10.0, 1)], input_tokens=32, finish_reason="length")
     for nth in range(60):

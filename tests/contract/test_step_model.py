@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from contract import manifest, step_model
 from contract.errors import EngineFailed, InvalidArgument, NotFound
-from contract.scheduling import LEAST_GAIN, UNDRAFTED_FROM
+from contract.scheduling import LEAST_SPEEDUP, UNDRAFTED_FROM
 from contract.step_model import Point, StepModel
 
 SOME = StepModel(
@@ -137,13 +137,14 @@ def test_tokens_of_a_step_follow_the_acceptance(one, other, drafts):
     assert step_model.tokens_per_step(low, 0) == 1
 
 
-def test_drafts_gain_what_is_accepted_less_the_plain_steps_of_their_time():
+def test_drafts_speed_up_by_the_tokens_of_a_step_over_its_longer_time():
     model = dataclasses.replace(SOME, draft_s=0.0175, draft_token_s=0.0005, draft_tokens=8, acceptance=((1.0,),))
     plain_s = SOME.engine_s(1, 0, 0)
-    assert model.drafts_gain() == pytest.approx(8 - (0.0175 + 8 * 0.0005) / plain_s)
+    assert model.drafts_speedup() == pytest.approx(9 * plain_s / (plain_s + 0.0175 + 8 * 0.0005))
     # Beside others a sequence has three drafts.
-    assert model.drafts_gain(4) == pytest.approx(3 - (0.0175 + 17 * 0.0005) / SOME.engine_s(4, 0, 0))
-    assert SOME.drafts_gain() == SOME.drafted_up_to == 0
+    plain_s = SOME.engine_s(4, 0, 0)
+    assert model.drafts_speedup(4) == pytest.approx(4 * plain_s / (plain_s + 0.0175 + 17 * 0.0005))
+    assert SOME.drafts_speedup() == 1 and SOME.drafted_up_to == 0
 
 
 @given(st.floats(0, 1), st.floats(0, 0.01), st.floats(0, 0.01))
@@ -151,8 +152,8 @@ def test_no_more_are_drafted_for_than_that_gains_for(accepted, draft_s, draft_to
     terms = {"draft_s": draft_s, "draft_token_s": draft_token_s, "draft_tokens": 8}
     model = dataclasses.replace(SOME, acceptance=((accepted,),), **terms)
     most = model.drafted_up_to
-    assert 0 <= most <= UNDRAFTED_FROM and (not most or model.drafts_gain(most) >= LEAST_GAIN)
-    assert all(model.drafts_gain(n) < LEAST_GAIN for n in range(most + 1, UNDRAFTED_FROM + 1))
+    assert 0 <= most <= UNDRAFTED_FROM and (not most or model.drafts_speedup(most) >= LEAST_SPEEDUP)
+    assert all(model.drafts_speedup(n) < LEAST_SPEEDUP for n in range(most + 1, UNDRAFTED_FROM + 1))
 
 
 def test_acceptance_is_given_where_the_engine_drafts_and_nowhere_else():

@@ -140,7 +140,7 @@ def test_one_that_comes_beside_drafts_does_not_wait_for_those_that_are_read_agai
 
 
 def test_no_more_are_drafted_for_than_that_gains_for():
-    dear = dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=((0.9,),), draft_token_s=0.002)
+    dear = dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=((0.9,),), draft_token_s=0.0012)
     assert 1 < dear.drafted_up_to < UNDRAFTED_FROM
     many = [(0.0, 32, 100)] * (dear.drafted_up_to + 1)
     assert ends(dataclasses.replace(REPLICA, step=dear), *many) == pytest.approx(ends(REPLICA, *many), rel=0.1)

@@ -6,9 +6,14 @@ import dataclasses
 import itertools
 import json
 import shutil
+import socket
+import subprocess
 import threading
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import openvino_genai as genai
@@ -19,6 +24,7 @@ from hypothesis import strategies as st
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from contract.scheduling import (
+    BLOCK_TOKENS,
     LONG_UNDRAFTED_FROM,
     RESUME_TOKENS,
     RESUME_UP_TO,
@@ -29,6 +35,10 @@ from contract.scheduling import (
 )
 from python_backends.cpu_engine.drafting import Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.partial_blocks import PartialBlocks
+from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
+from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
+from python_backends.cpu_engine.worker import StepLoop
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
 
@@ -42,26 +52,66 @@ def started(_: int) -> bool:
     return False
 
 
+def ready(limits: EngineLimits = LIMITS, pipeline: object = None) -> Drafting:
+    """Return a rule whose steps are timed; drafts take no time."""
+    drafting = Drafting(pipeline, limits, 3)
+    drafting._length = known(limits.max_draft_len)
+    return drafting
+
+
+def timed(length: DraftLength, plain_s: float, drafted_s: float, sequences: int = 1, *, idle: bool = False) -> None:
+    for _ in range(15):
+        length.timed(sequences, plain_s, drafts=False, idle=idle)
+        length.timed(sequences, drafted_s, drafts=True, idle=idle)
+
+
+def known(most: int, cost: float = 0.0, of_many: float | None = None) -> DraftLength:
+    """A length whose steps are timed. cost: of drafts in plain steps, of one sequence and, unless given, of many."""
+    length = DraftLength(most, UNDRAFTED_FROM)
+    timed(length, 0.02, 0.02 * (1 + cost), idle=True)
+    timed(length, 0.02, 0.02 * (1 + (cost if of_many is None else of_many)), UNDRAFTED_FROM, idle=True)
+    return length
+
+
 def test_the_length_follows_the_load():
-    length = DraftLength(8)
+    length = known(8)
     chosen = [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1, UNDRAFTED_FROM, 64)]
     assert chosen == [8, SHARED_DRAFT, SHARED_DRAFT, 0, 0]
-    assert DraftLength(2).choose(1) == 2
+    assert known(2).choose(1) == 2
+
+
+def test_before_the_engine_was_idle_one_sequence_is_drafted_for_and_several_are_not():
+    length = DraftLength(8, UNDRAFTED_FROM)
+    for sequences, drafts in [(1, False), (1, True), (UNDRAFTED_FROM, False), (UNDRAFTED_FROM, True)]:
+        assert length.untimed == (sequences, drafts)
+        assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, 0, 0]
+        for _ in range(8):
+            length.timed(sequences, 0.02, drafts=drafts, idle=True)
+    assert length.untimed is None and length.choose(1) == SHARED_DRAFT
 
 
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():
-    length = DraftLength(8)
+    length = known(8, cost=0.1, of_many=1.3)
+    for _ in range(400):
+        length.observe(0, 16)
+    for _ in range(RETRY_AFTER):
+        assert length.choose(0) == 0
+        length.refused()
+    # Not where drafts that are accepted as in most texts would not earn their time.
+    assert length.choose(UNDRAFTED_FROM - 1) == 0
+    assert length.choose(0) == 8
+    for _ in range(100):
+        length.observe(0, 16)
+    assert length.choose(0) == 8
     for _ in range(200):
         length.observe(0, 16)
-    assert [length.choose(0) for _ in range(RETRY_AFTER)] == [0] * (RETRY_AFTER - 1) + [8]
-    for _ in range(100):
-        length.observe(3, 16)
-    assert length.choose(0) == 8
+    for _ in range(RETRY_AFTER - 1):
+        length.refused()
+    assert length.choose(0) == 0
 
 
 def test_one_text_that_does_not_repeat_itself_ends_no_drafting_that_gains():
-    length = DraftLength(8)
-    timed(length, 0.02, 0.032)
+    length = known(8, cost=0.6)
     for _ in range(3):
         for _ in range(60):
             length.observe(3, 16)
@@ -72,11 +122,11 @@ def test_one_text_that_does_not_repeat_itself_ends_no_drafting_that_gains():
 
 def test_the_beginnings_of_answers_tell_less_than_what_follows():
     """Bursts that end drafting after ten tokens, and one answer that is drafted for to its end."""
-    length = DraftLength(8)
-    for position in [*range(1, 11)] * 8:
+    length = known(8)
+    for position in [*range(1, 11)] * 50:
         length.observe(0, position)
     assert length.choose(0) == 8
-    for position in [*range(1, 11)] * 40:
+    for position in [*range(1, 11)] * 50:
         length.observe(0, position)
     assert length.choose(0) == 0
     for position in range(1, 200, 9):
@@ -84,16 +134,8 @@ def test_the_beginnings_of_answers_tell_less_than_what_follows():
     assert length.choose(0) == 8
 
 
-def timed(length: DraftLength, plain_s: float, drafted_s: float, sequences: int = 1) -> None:
-    for _ in range(8):
-        length.timed(sequences, plain_s, drafts=False)
-        length.timed(sequences, drafted_s, drafts=True)
-
-
 def test_drafts_have_to_earn_the_time_of_their_steps():
-    free, dear = DraftLength(4), DraftLength(4)
-    timed(free, 0.02, 0.02)
-    timed(dear, 0.02, 0.045)
+    free, dear = known(4), known(4, cost=1.25)
     for length in (free, dear):
         for _ in range(200):
             length.observe(1, 16)
@@ -104,26 +146,30 @@ def test_drafts_have_to_earn_the_time_of_their_steps():
 
 
 def test_the_cost_of_drafts_lies_between_those_of_the_nearest_numbers_of_sequences_that_are_known():
-    length = DraftLength(4)
-    for _ in range(8):
-        length.timed(1, 0.05, drafts=True)
-    assert length.cost(1) == 0 and length.untimed == 1
-    for _ in range(8):
-        length.timed(1, 0.02, drafts=False)
-    assert length.untimed == UNDRAFTED_FROM and length.cost(1) == length.cost(3) == pytest.approx(1.5)
+    length = known(4, cost=1.5)
+    assert length.cost(1) == length.cost(3) == pytest.approx(1.5)
     timed(length, 0.04, 0.06, sequences=3)
-    assert length.cost(3) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.5)
-    assert length.cost(2) == pytest.approx(0.055 / 0.03 - 1) and length.cost(8) == length.cost(3)
-    length.timed(1, 10.0, drafts=True)  # waited for a core
-    assert length.cost(1) < 1.8
+    assert length.cost(3) == pytest.approx(0.5) and length.cost(1) == length.cost(8) == pytest.approx(1.5)
+    assert length.cost(2) == pytest.approx(1.0)
+    for _ in range(7):
+        length.timed(3, 10.0, drafts=True, idle=False)  # waited for a core
+    assert length.cost(3) == pytest.approx(0.5)
     timed(length, 0.05, 0.02, sequences=2)
     assert length.cost(2) == 0
 
 
+def test_steps_in_service_are_compared_with_none_that_was_made_when_the_engine_was_idle():
+    length = known(8, cost=1.0)
+    for _ in range(15):
+        length.timed(UNDRAFTED_FROM, 0.04, drafts=False, idle=False)
+    assert length.cost(UNDRAFTED_FROM) == pytest.approx(1.0)
+    for _ in range(15):
+        length.timed(UNDRAFTED_FROM, 0.06, drafts=True, idle=False)
+    assert length.cost(UNDRAFTED_FROM) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.0)
+
+
 def test_drafts_that_gain_for_few_sequences_may_not_for_many():
-    length = DraftLength(8)
-    timed(length, 0.02, 0.02)
-    timed(length, 0.02, 0.06, sequences=UNDRAFTED_FROM)
+    length = known(8, of_many=2.0)
     for _ in range(1000):
         length.observe(8, 16)  # of which three count beside others
     assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, SHARED_DRAFT, SHARED_DRAFT]
@@ -135,7 +181,7 @@ def test_drafts_that_gain_for_few_sequences_may_not_for_many():
 
 
 def test_a_long_prompt_is_drafted_for_beside_few():
-    drafting = Drafting(None, dataclasses.replace(LIMITS, max_seq_len=2048, kv_cache_blocks=1024), 3)
+    drafting = ready(dataclasses.replace(LIMITS, max_seq_len=2048, kv_cache_blocks=1024))
     long, short = (command(100, tokens=WHOLE_PROMPT_TOKENS + more) for more in (1, 0))
     for id in range(LONG_UNDRAFTED_FROM - 1):
         assert drafting.admit(command(id), genai.GenerationConfig(), running=id)
@@ -147,7 +193,7 @@ def test_a_long_prompt_is_drafted_for_beside_few():
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 8)), max_size=50), st.integers(1, 16))
 def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int]], most: int):
-    length = DraftLength(most)
+    length = known(most)
     for running, accepted in history:
         chosen = length.choose(running)
         assert 0 <= chosen <= most and (running < UNDRAFTED_FROM or not chosen)
@@ -161,7 +207,7 @@ def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: i
 
 
 def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empty():
-    drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
+    drafting, config = ready(), genai.GenerationConfig()
     assert drafting.admit(command(1), config, running=0)
     assert (config.num_assistant_tokens, config.max_ngram_size) == (6, 3)
     assert drafting.admit(command(2), config, running=1) and config.num_assistant_tokens == SHARED_DRAFT
@@ -173,7 +219,7 @@ def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empt
 
 @given(st.integers(1, 12))
 def test_of_more_that_come_together_than_are_drafted_for_none_is(count):
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = ready()
     taken = [
         drafting.admit(command(id), genai.GenerationConfig(), running=id, behind=count - id - 1) for id in range(count)
     ]
@@ -181,12 +227,12 @@ def test_of_more_that_come_together_than_are_drafted_for_none_is(count):
 
 
 def test_a_probe_is_no_try_of_whether_drafts_gain():
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = ready()
     drafting.admit(command(1), genai.GenerationConfig(), running=0)
-    for _ in range(200):
+    for _ in range(400):
         drafting.observe(1, [1])
     drafting.end(1)
-    for id in range(RETRY_AFTER - 1):
+    for id in range(RETRY_AFTER):
         assert not drafting.admit(command(id), genai.GenerationConfig(), running=0)
         probe = genai.GenerationConfig()
         assert drafting.admit(command(100, max_tokens=1), probe, running=0)
@@ -195,28 +241,51 @@ def test_a_probe_is_no_try_of_whether_drafts_gain():
     assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
 
 
-def test_plain_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known():
-    drafting = Drafting(None, LIMITS, 3)
+def test_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known():
+    drafting = Drafting(None, dataclasses.replace(LIMITS, kv_cache_blocks=1024), 3)
+    assert not drafting.learns
     drafting.load_with(lambda: "pipeline")
     for _ in range(8):
-        drafting.timed(1, 0.02, drafts=False)  # beside the loading
-    assert not drafting.untimed
+        drafting.timed(1, 0.02, drafts=False, idle=True)  # beside the loading
+    assert drafting.learns and drafting.untimed is None
     drafting.load()
-    for sequences in (1, UNDRAFTED_FROM):
-        assert drafting.untimed == sequences
+    for step in [(1, False), (1, True), (UNDRAFTED_FROM, False), (UNDRAFTED_FROM, True)]:
+        assert drafting.learns and drafting.untimed == step
         for _ in range(8):
-            drafting.timed(sequences, 0.02, drafts=False)
-    assert not drafting.untimed and not Drafting(None, LIMITS).untimed
-    few = Drafting("pipeline", dataclasses.replace(LIMITS, max_batch_size=2), 3)
-    for _ in range(8):
-        few.timed(1, 0.02, drafts=False)
-    assert few.untimed == 2
+            drafting.timed(step[0], 0.02, drafts=step[1], idle=True)
+    assert not drafting.learns and drafting.untimed is None
+
+
+def test_no_more_sequences_are_timed_than_run_together_or_fit_into_the_second_kv_cache():
+    large = dataclasses.replace(LIMITS, kv_cache_blocks=1024)
+    for limits, most in [
+        (large, UNDRAFTED_FROM),
+        (dataclasses.replace(large, max_batch_size=2), 2),
+        (dataclasses.replace(large, kv_cache_blocks=60), 3),
+        (dataclasses.replace(large, kv_cache_blocks=40), 2),  # one longest sequence: 11 blocks
+    ]:
+        drafting = Drafting("pipeline", limits, 3)
+        for drafts in (False, True):
+            for _ in range(8):
+                drafting.timed(1, 0.02, drafts=drafts, idle=True)
+        assert drafting.untimed == (most, False), limits
+
+
+def test_where_the_second_pipeline_cannot_be_loaded_nothing_is_learned_and_none_admitted():
+    def load():
+        raise RuntimeError("no memory")
+
+    drafting = Drafting(None, LIMITS, 3)
+    drafting.load_with(load)
+    with pytest.raises(RuntimeError):
+        drafting.load()
+    assert not drafting.learns and not drafting.admit(command(1), genai.GenerationConfig(), running=0)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_moved(drafts):
     drafting, timed = Drafting("pipeline", LIMITS, 3), []
-    drafting._length.timed = lambda sequences, taken_s, *, drafts: timed.append((taken_s, drafts))
+    drafting._length.timed = lambda sequences, taken_s, *, drafts, idle: timed.append((taken_s, drafts))
     drafting.follow(command(1, max_tokens=100))
     if drafts:
         drafting.observe(1, [7, 8])
@@ -236,7 +305,7 @@ def test_an_engine_without_drafts_admits_none():
 
 
 def test_the_second_kv_cache_is_not_overcommitted():
-    drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
+    drafting, config = ready(), genai.GenerationConfig()
     assert LIMITS.draft_pool_blocks == 16  # a quarter; one longest sequence with its drafts takes 11
     assert drafting.admit(command(1, tokens=300), config, running=0)
     assert not drafting.admit(command(2, tokens=160), config, running=1)
@@ -246,7 +315,7 @@ def test_the_second_kv_cache_is_not_overcommitted():
 
 
 def test_sequences_leave_with_what_they_have_generated():
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = ready()
     stay = {"guide": Guide("regex", "a"), "presence_penalty": 1.0, "frequency_penalty": 1.0}
     drafting.admit(command(1, min_tokens=4), genai.GenerationConfig(), running=0)
     drafting.observe(1, [7])
@@ -258,22 +327,39 @@ def test_sequences_leave_with_what_they_have_generated():
     assert (moved.id, moved.input_ids.tolist(), moved.max_tokens) == (1, [*range(10), 7, 8, 9], 17)
     assert moved.sampling.min_tokens == 1 and moved.stop_ids == frozenset({0})
     assert len(drafting) == 3 and drafting.leave(started) is None
-    sampled = Drafting(None, LIMITS, 3)
+    sampled = ready()
     sampled.admit(command(1, top_k=0, seed=5), genai.GenerationConfig(), running=0)
     sampled.admit(command(2, top_k=0), genai.GenerationConfig(), running=1)
     assert sampled.leave(started).id == 2 and sampled.leave(started) is None
 
 
 def test_of_several_the_one_that_may_make_the_most_tokens_leaves_first():
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = ready()
     for id, most in enumerate((20, 40, 30)):
         drafting.admit(command(id, max_tokens=most), genai.GenerationConfig(), running=id)
         drafting.observe(id, [7] * (15 if id == 1 else 1))
     assert [drafting.leave(started).id for _ in range(3)] == [2, 1, 0] and drafting.leave(started) is None
 
 
+def test_drafts_lose_where_those_that_have_them_would_end_sooner_without_although_they_are_read_again():
+    def lose(accepted: int, *drafted: AddSequence, cost: float = 1.0) -> bool:
+        drafting = ready()
+        for running, each in enumerate(drafted):
+            assert drafting.admit(each, genai.GenerationConfig(), running=running)
+        drafting._length = known(LIMITS.max_draft_len, cost)
+        for _ in range(1000):
+            drafting._length.observe(accepted, 16)
+        return drafting.loses()
+
+    long = command(1, max_tokens=200)
+    assert lose(0, long) and lose(0, long, command(2, max_tokens=100))
+    assert not lose(2, long) and not lose(0, long, cost=0.0)
+    assert not lose(0, command(1, tokens=250, max_tokens=8))
+    assert not lose(0, long, command(2, presence_penalty=1.0)) and not lose(0)
+
+
 def test_counts_are_of_the_sequences_that_draft():
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = ready()
     drafting.admit(command(1), genai.GenerationConfig(), running=0)
     drafting.observe(1, [1])
     drafting.observe(1, [2, 3, 4])
@@ -288,7 +374,7 @@ def test_sequences_come_back_when_few_are_left():
     pipeline, most = object(), RESUME_TOKENS + 5
 
     def followed(*commands: AddSequence, tokens: int = 3) -> Drafting:
-        drafting = Drafting(pipeline, LIMITS, 3)
+        drafting = ready(pipeline=pipeline)
         for each in commands:
             drafting.follow(each)
             drafting.observe(each.id, list(range(tokens)))
@@ -319,7 +405,7 @@ def test_sequences_come_back_when_few_are_left():
     rejected = followed(command(1, max_tokens=most), tokens=2)
     rejected.admit(command(2), genai.GenerationConfig(), running=0)
     assert not rejected.back()
-    for _ in range(200):
+    for _ in range(400):
         rejected.observe(2, [1])
     rejected.end(2)
     assert not rejected.back()
@@ -407,6 +493,24 @@ def generated(
     return ids, listener
 
 
+@pytest.fixture
+def free_drafts(monkeypatch):
+    """Workers to whom drafts cost nothing: which sequences draft depends on no time."""
+    code = (
+        "from python_backends.cpu_engine import drafting, worker\n"
+        "drafting.DraftLength.cost = lambda self, sequences: 0.0\n"
+        "worker.main()"
+    )
+
+    def start(command: list[str], **options) -> subprocess.Popen:
+        assert command[1:3] == ["-m", "python_backends.cpu_engine.worker"]
+        return subprocess.Popen([command[0], "-c", code, *command[3:]], **options)
+
+    monkeypatch.setattr(
+        "python_backends.cpu_engine.link.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start})
+    )
+
+
 @pytest.fixture(scope="module")
 def drafting_engine(tiny_engine, tmp_path_factory):
     folder = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("drafting") / "engine")
@@ -439,7 +543,7 @@ def test_the_limits_have_a_second_kv_cache_for_drafts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["drafting_engine", "draft_model_engine"])
-def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, engine, request):
+def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, engine, free_drafts, request):
     drafting_engine = request.getfixturevalue(engine)
     repeating = [5, 6, 7, 8] * 6
     requests = [
@@ -465,7 +569,9 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
 
 
 @pytest.mark.slow
-def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(triton_types, tiny_engine, drafting_engine):
+def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(
+    triton_types, tiny_engine, drafting_engine, free_drafts
+):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1, log_probs=True), None) for n in range(UNDRAFTED_FROM + 1)]
     long = {1: 200}
     plain, undrafted = generated(tiny_engine, requests, len(requests), long)
@@ -476,7 +582,7 @@ def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(triton_type
 
 
 @pytest.mark.slow
-def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine):
+def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine, free_drafts):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
     lengths = dict.fromkeys(range(1, len(requests) + 1), 90)  # four of them fit into the cache for drafts
     plain, _ = generated(tiny_engine, requests, len(requests), lengths)
@@ -557,3 +663,35 @@ def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, r
     finally:
         link.close()
         listener.wait(lambda: listener.dead)
+
+
+@pytest.mark.slow
+def test_an_idle_engine_times_its_steps_and_then_generates_as_before(triton_types, tiny_engine, drafting_engine):
+    request = AddSequence(1, np.zeros(BLOCK_TOKENS + 1, np.int64), 40, SamplingParams(top_k=1), frozenset())
+    (plain,), _ = generated(tiny_engine, [(request.input_ids, request.sampling, None)], lengths={1: 40})
+    manifest = manifests.load(drafting_engine)
+    drafting, limits = open_drafting(drafting_engine, manifest), EngineLimits.from_manifest(manifest)
+    ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
+    scores = TopLogProbsModel(drafting_engine / "openvino_model.xml", manifest.properties)
+    blocks = PartialBlocks(limits.kv_cache_blocks)
+    loop = StepLoop(open_pipeline(drafting_engine, manifest), scores, theirs, drafting, blocks, None)
+
+    def run() -> None:
+        with suppress(EOFError):
+            loop.run()
+
+    drafting.load()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while drafting.learns:
+            assert thread.is_alive() and not ours.poll(0.1)
+        ours.send(request)
+        outputs = []
+        while not (outputs and outputs[-1].event.last):
+            assert ours.poll(60)
+            outputs += ours.recv().outputs
+    finally:
+        ours.close()
+        thread.join()
+    assert [token for output in outputs for token in output.token_ids] == plain
