@@ -31,7 +31,14 @@ from benchmarks.workload import PlannedRequest
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.manifest import EngineManifest
-from contract.scheduling import BLOCK_TOKENS, RESUME_UP_TO, RETRY_AFTER, UNDRAFTED_FROM, step_draft_tokens
+from contract.scheduling import (
+    BLOCK_TOKENS,
+    RESUME_TOKENS,
+    RESUME_UP_TO,
+    RETRY_AFTER,
+    UNDRAFTED_FROM,
+    step_draft_tokens,
+)
 from contract.step_model import Point
 
 SHORT = 32  # tokens of a prompt that costs little beside what it is there for
@@ -77,13 +84,12 @@ def design(engine: EngineManifest) -> list[Trial]:
     lengths alone and beside streams, and few sequences with drafts where the engine drafts."""
     cache = engine.kv_cache_blocks * BLOCK_TOKENS
     levels = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < engine.max_batch_size] + [engine.max_batch_size]
-    if engine.draft_tokens:  # fewer are drafted for again
-        levels = [n for n in levels if n > RESUME_UP_TO] or levels
     short, half = min(SHORT, engine.max_seq_len // 4), engine.max_seq_len // 2
     trials = [Trial(n, short, 0) for n in levels]
     for n in levels:
         longest = min(half, MOST_CONTEXT // n, cache // (2 * n))
-        if longest >= 4 * SHORT:
+        # Of few, those with a long text would be drafted for once the others beside which they began have ended.
+        if longest >= 4 * SHORT and not (engine.draft_tokens and n <= RESUME_UP_TO):
             trials.append(Trial(n, longest, 0))
     most = min(engine.max_num_tokens, half)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
@@ -177,10 +183,13 @@ class Experiment:
         first_steps = trial.sequences * trial.prompt // self._engine.max_num_tokens + 1
         room = self._engine.max_seq_len - trial.prompt - 8
         tokens = min(room, min(ANSWER, max(24, round(WINDOW_S / step_s))) + first_steps)
+        if self._engine.draft_tokens and trial.sequences <= RESUME_UP_TO:
+            tokens = min(tokens, RESUME_TOKENS - 8)  # which of them is ahead varies by some
         points: list[tuple[Point, float]] = []
         while len(points) < max(1, min(PROBES, round(WINDOW_S / (tokens * step_s)))):
             await asyncio.sleep(PAUSE_S)
-            # Beside so many no request is drafted for, and those that are left of them are not either.
+            # Beside so many no request is drafted for, and those that are left of them are not either, if they are few
+            # only for so many tokens.
             others = max(0, UNDRAFTED_FROM + 1 - trial.sequences) if self._engine.draft_tokens else 0
             longer = min(room, tokens + SHORT * (others > 0))
             sends = [self._send(trial.prompt, longer) for _ in range(trial.sequences)]

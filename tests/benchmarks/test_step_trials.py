@@ -13,7 +13,7 @@ from benchmarks import calibrate, step_trials
 from benchmarks.step_trials import Experiment, Outcome, Trial
 from contract import step_model
 from contract.errors import EngineFailed
-from contract.scheduling import RETRY_AFTER, UNDRAFTED_FROM
+from contract.scheduling import RESUME_TOKENS, RETRY_AFTER, UNDRAFTED_FROM
 from contract.step_model import Point
 from tests.contract.test_step_model import SOME
 from tests.fakes.scripted_steps import Scripted, Words, small
@@ -127,7 +127,8 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
     engine = small(drafts=8)
     work = step_trials.design(engine)
     assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17, 29]
-    assert min(trial.sequences for trial in work if trial.sequences and not trial.draft_tokens) == 4
+    undrafted = [trial for trial in work if trial.sequences and not trial.draft_tokens]
+    assert {1, 2} < {trial.sequences for trial in undrafted}
     alone = next(trial for trial in work if trial.draft_tokens == 8)
     # The second engine rejected earlier drafts, and tries them again after some requests.
     for name, plain in (("points", 0), ("retried", RETRY_AFTER)):
@@ -147,6 +148,8 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
     plain = Experiment(engine, KEY, target, Words(), tmp_path / "plain")
     asyncio.run(plain.run([Trial(1, 32, 0)], 1, time.monotonic() + 60))
     assert len(target.requests) % (UNDRAFTED_FROM + 1) == 0 and plain.outcomes[0].point.draft_tokens == 0
+    # Nor is it drafted for when they have ended.
+    assert max(request.max_tokens for request in target.requests) - step_trials.SHORT < RESUME_TOKENS
     # An engine that never drafts for them ends it, too.
     never = Experiment(engine, KEY, Scripted(SOME), Words(), tmp_path / "never")
     asyncio.run(never.run([alone], 1, time.monotonic() + 60))
