@@ -49,29 +49,26 @@ _EXPECTED, _EXPECTED_STEPS = 1.2, 50
 
 
 class StepTimes:
-    """Seconds of the last steps that only decode: by the number of sequences in them, and whether they drafted."""
+    """Seconds of the last steps that only decode: by the number of sequences in them, and whether they drafted.
+
+    costs: how many plain steps longer one with drafts takes, by the number of sequences, where both are known. Of
+        medians: a step in which the process waited for a core takes several times as long.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], deque[float]] = {}
+        self.costs: dict[int, float] = {}
 
     def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in a step."""
         self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append(taken_s)
+        if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
+            drafted_s, plain_s = (statistics.median(self._seconds[sequences, kind]) for kind in (True, False))
+            self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
 
     def knows(self, sequences: int, *, drafts: bool) -> bool:
         """Return whether such steps were seen often enough."""
         return len(self._seconds.get((sequences, drafts), ())) >= _ENOUGH
-
-    def costs(self) -> dict[int, float]:
-        """Return how many plain steps longer one with drafts takes, for each number of which both are known.
-
-        Of medians: a step in which the process waited for a core takes several times as long.
-        """
-        both = [
-            n for n, drafts in self._seconds if drafts and self.knows(n, drafts=True) and self.knows(n, drafts=False)
-        ]
-        median = {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
-        return {n: max(0.0, median[n, True] / median[n, False] - 1) for n in both}
 
 
 class DraftLength:
@@ -106,11 +103,13 @@ class DraftLength:
         Then what was seen is forgotten, since a few steps of other texts would hardly change it. Where drafts that are
         accepted as expected would not earn their time, none are tried.
         """
-        expected = (1 + _EXPECTED) / (1 + self.cost(sequences))
-        if not self.gains(sequences) and self._refused >= RETRY_AFTER and expected >= LEAST_SPEEDUP:
-            self._accepted, self._shared = max(self._accepted, _EXPECTED), max(self._shared, _EXPECTED)
-            self._refused, self._seen = 0, 0.0
-        return self.gains(sequences)
+        if self.gains(sequences):
+            return True
+        if self._refused < RETRY_AFTER or (1 + _EXPECTED) / (1 + self.cost(sequences)) < LEAST_SPEEDUP:
+            return False
+        self._accepted, self._shared = max(self._accepted, _EXPECTED), max(self._shared, _EXPECTED)
+        self._refused, self._seen = 0, 0.0
+        return True
 
     def gains(self, sequences: int) -> bool:
         """Return whether drafts make enough more tokens of so many sequences than their time would without."""
@@ -144,7 +143,7 @@ class DraftLength:
         """
         if self.untimed:
             return 0.0 if sequences == 1 else math.inf
-        costs = self._idle.costs() | self._served.costs()
+        costs = self._idle.costs | self._served.costs
         known = sorted(costs)
         return float(np.interp(sequences, known, [costs[n] for n in known]))
 
