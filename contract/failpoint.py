@@ -82,17 +82,24 @@ def _jump(armed: _Armed, real: Callable[[], float]) -> Callable[[], float]:
 
 
 def _limit_descriptors(armed: _Armed) -> None:
-    """Lower the limit while the fault is there, and restore it."""
+    """Take every descriptor but so many while the fault is there, and give them back."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowered = False
+    left = int(armed.value)
     while True:
-        if armed.active() != lowered:
-            lowered = not lowered
-            now = soft
-            if lowered:  # the listing's own descriptor is free again
-                now = max(map(int, os.listdir("/proc/self/fd"))) + int(armed.value)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(now, soft), hard))
-        time.sleep(_POLL_S)
+        while not armed.active():
+            time.sleep(_POLL_S)
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        taken = [os.open(os.devnull, os.O_RDONLY)]
+        while taken[-1] < highest:  # the free numbers below the highest that is open
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        first_free = taken.pop()
+        os.close(first_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(first_free + left, soft), hard))
+        while armed.active():
+            time.sleep(_POLL_S)
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 if "clock.jump" in _ARMED:

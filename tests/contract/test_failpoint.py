@@ -45,33 +45,41 @@ def test_a_fault_is_there_while_its_file_exists(tmp_path, monkeypatch):
     failpoint.write_to_disk()
 
 
-def test_clock_and_descriptors_are_those_of_the_whole_process(tmp_path):
+@pytest.mark.parametrize("left", [0, 3])
+def test_clock_and_descriptors_are_those_of_the_whole_process(tmp_path, left):
     file = tmp_path / "armed"
+    # Between two that are open lie free numbers, which count too. Nothing is opened until the fault is
+    # there, so that it counts what the process holds.
     source = f"""
-import os, time
+import os, resource, time
 from contract import failpoint
+
+def wait_for_limit(condition):
+    until_s = time.monotonic() + 20
+    while not condition(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
+        assert time.monotonic() < until_s, "the limit did not change"
+        time.sleep(0.01)
+
+soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 real_s = time.time()
+os.dup2(0, 20)
 open({str(file)!r}, "w").close()
 assert time.time() > real_s + 3500
-until_s = time.monotonic() + 20
-while time.monotonic() < until_s:
-    try:
-        os.close(os.dup(0))
-    except OSError as error:
-        break
-    time.sleep(0.01)
-else:
-    raise SystemExit("descriptors are left")
+wait_for_limit(lambda limit: limit < soft)
+opened = []
+try:
+    while True:
+        opened.append(os.dup(0))
+except OSError:
+    pass
+assert len(opened) == {left}, opened
 os.unlink({str(file)!r})
-while time.monotonic() < until_s:
-    try:
-        os.close(os.dup(0))
-        break
-    except OSError:
-        time.sleep(0.01)
-else:
-    raise SystemExit("the limit was not restored")
+wait_for_limit(lambda limit: limit == soft)
+opened += [os.dup(0) for _ in range(30)]
+for descriptor in [*opened, 20]:
+    os.close(descriptor)
+assert len(os.listdir("/proc/self/fd")) == 4  # three, and the listing's
 """
-    environ = os.environ | {"TRIDENT_FAILPOINTS": f"clock.jump@{file},descriptors.few@{file}"}
+    environ = os.environ | {"TRIDENT_FAILPOINTS": f"clock.jump@{file},descriptors.few={left}@{file}"}
     done = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
