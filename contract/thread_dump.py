@@ -18,8 +18,17 @@ def write_on_signal() -> None:
     faulthandler.register(SIGNAL, all_threads=True)
 
 
+def write() -> None:
+    """Write the stacks of this process's threads to stderr. No thread runs Python meanwhile."""
+    faulthandler.dump_traceback(2, all_threads=True)
+
+
 def request(pid: int) -> bool:
-    """Have a process write its stacks; return False, with nothing sent, if it would not: the signal would end it."""
+    """Have another process write its stacks; return False, with nothing sent, if it would not: the signal would end it.
+
+    Its threads run on meanwhile, and one that starts, ends or calls a function just then may crash it: only for one
+    that is to be ended.
+    """
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         if int(status.partition(_HANDLED)[2].split()[0], 16) >> (SIGNAL - 1) & 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import subprocess
 import sys
@@ -88,8 +87,8 @@ class WorkerLink:
 
     def _dump_threads(self) -> None:
         """Write to the log where this process's threads and the worker's stand."""
-        for pid in (os.getpid(), self._process.pid):
-            thread_dump.request(pid)
+        thread_dump.write()
+        if thread_dump.request(self._process.pid):
             time.sleep(_DUMP_S)
 
     def _send(self) -> None:

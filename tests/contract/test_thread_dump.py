@@ -20,6 +20,21 @@ print("ready", flush=True)
 10 ** 10 ** 9 if sys.argv[1] == "busy" else time.sleep(60)
 """
 
+WRITES_ITS_OWN = """
+import threading
+from contract import thread_dump
+def recurse(n): return n and recurse(n - 1)
+def busy():
+    while True: recurse(20)
+def starts_threads():
+    while True:
+        thread = threading.Thread(target=recurse, args=(20,))
+        thread.start()
+        thread.join()
+for run in (busy, starts_threads): threading.Thread(target=run, daemon=True).start()
+for _ in range(1000): thread_dump.write()
+"""
+
 
 @pytest.fixture
 def started():
@@ -61,3 +76,9 @@ def test_a_process_that_has_ended_gets_none():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not thread_dump.request(process.pid)
+
+
+def test_a_process_whose_threads_run_writes_its_own_stacks_unharmed():
+    """The handler of a signal would crash it: it reads the frames of threads that run meanwhile."""
+    done = subprocess.run([sys.executable, "-c", WRITES_ITS_OWN], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.count("in busy") == 1000

@@ -64,9 +64,16 @@ def stopped(*pids: int) -> Iterator[None]:
 async def hang(replica: Replica, streams: int, *pids: int) -> list[Answer]:
     """Stops ``pids`` while ``streams`` long requests run; returns their answers once the server is ready again.
 
-    On the way the server, its model and the supervisor must each have said that they are not ready.
+    On the way the server, its model and the supervisor must each have said that they are not ready. Loading a model
+    anew takes 0.3 s, which a process that waits for a core may miss: then Triton's log says whether it was unloaded.
     """
-    before = replica.status
+    before, log = replica.status, len(replica.log())
+
+    def is_mended() -> bool:
+        now = replica.status
+        mended = now.restarts + now.reloads > before.restarts + before.reloads
+        return now.state == "ready" and mended and is_ready(replica, "/v2/health/ready")
+
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         tasks = [asyncio.create_task(ask_or_break(client, LONG)) for _ in range(streams)]
         if streams:
@@ -81,13 +88,12 @@ async def hang(replica: Replica, streams: int, *pids: int) -> list[Answer]:
                     for what in doubts
                     if (replica.status.state == "ready" if what == "status" else is_ready(replica, what))
                 }
-                await asyncio.sleep(0.02)
-            while True:
-                now = replica.status
-                mended = now.restarts + now.reloads > before.restarts + before.reloads
-                if now.state == "ready" and mended and is_ready(replica, "/v2/health/ready"):
+                if doubts and replica.status.reloads > before.reloads and is_mended():
+                    assert "successfully unloaded 'ensemble'" in replica.log()[log:], doubts
                     break
-                assert time.monotonic() < deadline_s, now
+                await asyncio.sleep(0.02)
+            while not is_mended():
+                assert time.monotonic() < deadline_s, replica.status
                 await asyncio.sleep(0.02)
         return await asyncio.gather(*tasks)
 
