@@ -97,14 +97,14 @@ def doubled_charge() -> None:
 
 
 def _with_text(change) -> None:
-    """Change the text of every hundredth delta that the gateway reads from a replica."""
+    """Change the text of every 25th delta that the gateway reads from a replica."""
     from clients.wire.response_reader import ResponseReader
 
     read, count = ResponseReader.read, itertools.count(1)
 
     def changed(self, data):
         delta = read(self, data)
-        if delta is None or not delta.text or next(count) % 100:
+        if delta is None or not delta.text or next(count) % 25:
             return delta
         return dataclasses.replace(delta, text=change(delta.text))
 

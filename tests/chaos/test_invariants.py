@@ -53,6 +53,15 @@ def test_each_wrong_stream_is_named(changes: dict, invariant: str):
     assert violated(record(outcome(**changes))) == {invariant}
 
 
+def test_a_lost_token_is_no_other_tenants_text_where_texts_are_alike():
+    alike = EXPECTED | {PLAIN.text: "# The number of the number of the lines", METERED.text: "The number of the lines"}
+    lost = outcome(text=alike[PLAIN.text][1:])
+    assert violated(dataclasses.replace(record(lost), expected=alike)) == {"bytes"}
+    other = outcome(text="The number of the line", error="Unavailable")
+    swapped = alike | {PLAIN.text: "def fibonacci(n):"}
+    assert "isolation" in violated(dataclasses.replace(record(other), expected=swapped))
+
+
 @pytest.mark.parametrize(
     ("error", "tenant", "faults", "is_allowed"),
     [
