@@ -183,13 +183,12 @@ class Experiment:
         first_steps = trial.sequences * trial.prompt // self._engine.max_num_tokens + 1
         room = self._engine.max_seq_len - trial.prompt - 8
         tokens = min(room, min(ANSWER, max(24, round(WINDOW_S / step_s))) + first_steps)
-        if self._engine.draft_tokens and trial.sequences <= RESUME_UP_TO:
+        if self._engine.draft_tokens and trial.sequences <= UNDRAFTED_FROM:
             tokens = min(tokens, RESUME_TOKENS - 8)  # which of them is ahead varies by some
         points: list[tuple[Point, float]] = []
         while len(points) < max(1, min(PROBES, round(WINDOW_S / (tokens * step_s)))):
             await asyncio.sleep(PAUSE_S)
-            # Beside so many no request is drafted for, and those that are left of them are not either, if they are few
-            # only for so many tokens.
+            # Beside so many no request is drafted for, and those that are left of them are not for so many tokens.
             others = max(0, UNDRAFTED_FROM + 1 - trial.sequences) if self._engine.draft_tokens else 0
             longer = min(room, tokens + SHORT * (others > 0))
             sends = [self._send(trial.prompt, longer) for _ in range(trial.sequences)]
@@ -207,8 +206,9 @@ class Experiment:
     async def _draft(self, trial: Trial) -> Outcome:
         """Measure steps that draft for the few requests that there are, and, of one, what is accepted.
 
-        Where it rejected the drafts of earlier trials, the engine drafts for none until ``scheduling.RETRY_AFTER``
-        requests came, and never for as many as its processor loses by; a request without drafts tells nothing of them.
+        Where it rejected the drafts of earlier trials, the engine drafts for none until texts repeat themselves, or for
+        ``scheduling.RETRY_AFTER`` requests, and never for as many as its processor loses by; a request without drafts
+        tells nothing of them.
         """
         alone, began_s = trial.sequences == 1, time.monotonic()
         measured: list[tuple[Point, float, list[float]]] = []

@@ -1,5 +1,8 @@
 """The rules by which the CPU engine fills steps and sends tokens; calibration, planner and simulator share them."""
 
+import math
+from collections.abc import Sequence
+
 BLOCK_TOKENS = 32  # of a KV cache block: OpenVINO's CPU plugin and TensorRT-LLM (tokens_per_block)
 
 # Prompts beside running sequences (decision 0034).
@@ -10,10 +13,11 @@ WHOLE_PROMPT_TOKENS = 256  # prompts up to this length are read whole: pieces of
 UNDRAFTED_FROM = 8  # running sequences from which on none is drafted for
 LONG_UNDRAFTED_FROM = 4  # for a prompt that is not read whole beside streams: only the plain pipeline reads in pieces
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
-RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are drafted for again
+RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are soon drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
+READ_PER_STEP = 24  # tokens of a text that are read again in the time of a plain step, on AVX2; more on others
 LEAST_SPEEDUP = 1.2  # tokens per second with drafts, over those without, below which drafts are not worth it
-RETRY_AFTER = 16  # requests after which drafts are tried again
+RETRY_AFTER = 16  # requests after which those of a draft model are tried again
 
 # Sending (coalescing_window.py): tokens of all streams wait to be sent together. Of the CPU that is there, what
 # responses are to take; where tokens would wait too long for it, they take more.
@@ -41,3 +45,36 @@ def drafts_beside(most: int, others: int) -> int:
 def step_draft_tokens(most: int, sequences: int) -> int:
     """Return the draft tokens of a step of so many sequences. most: of one alone."""
     return sum(drafts_beside(most, others) for others in range(sequences))
+
+
+class PlainSteps:
+    """Tells when sequences that decode plainly are drafted for again, all of them, at the cost of reading their texts.
+
+    At once where few run that have enough left. More of them once drafts would have saved the time in which their texts
+    are read twice, since they have to be read again when a busier time comes: so what moving costs is never more than
+    what staying has cost.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0.0  # plain steps
+
+    def stepped(self, sequences: int, speedup: float, steps: int = 1) -> None:
+        """Take in plain steps. speedup: tokens per second of so many sequences with drafts, over those without."""
+        if sequences > UNDRAFTED_FROM:
+            self._lost = 0.0
+        elif speedup >= LEAST_SPEEDUP:
+            self._lost += steps * (1 - 1 / speedup)
+
+    def left(self, texts: Sequence[int], speedup: float) -> int | None:
+        """Return how many more steps of these sequences end them; None if their texts grow faster than that."""
+        lost = 1 - 1 / speedup if speedup >= LEAST_SPEEDUP else 0.0
+        each = lost - 2 * len(texts) / READ_PER_STEP
+        return max(1, math.ceil((2 * sum(texts) / READ_PER_STEP - self._lost) / each)) if each > 0 else None
+
+    def end(self, texts: Sequence[int], left: Sequence[int]) -> bool:
+        """Return whether they end, given the tokens of each text and how many it may still make; then begin anew."""
+        few = len(left) <= RESUME_UP_TO and min(left) >= RESUME_TOKENS
+        if few or self._lost >= 2 * sum(texts) / READ_PER_STEP:
+            self._lost = 0.0
+            return True
+        return False

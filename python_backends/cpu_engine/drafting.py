@@ -23,14 +23,15 @@ import openvino_genai as genai
 from contract.scheduling import (
     BLOCK_TOKENS,
     LEAST_SPEEDUP,
-    RESUME_TOKENS,
-    RESUME_UP_TO,
+    READ_PER_STEP,
     RETRY_AFTER,
     SHARED_DRAFT,
     UNDRAFTED_FROM,
+    PlainSteps,
     drafts_beside,
     undrafted_from,
 )
+from python_backends.cpu_engine.lookup import Lookup
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
@@ -39,10 +40,9 @@ _LAST = 15  # steps of which the median is taken
 _ENOUGH = 5  # until it counts
 
 # Weights of a step in the moving average, which is over several answers: some repeat themselves and some never do, and
-# after drafting has ended, it takes RETRY_AFTER requests until it is tried again. Answers begin to repeat themselves
-# late: where bursts end drafting after a few tokens, time and again, these must not tell what later ones would gain.
+# all are read again when drafting ends or begins. Answers begin to repeat themselves late: where bursts end drafting
+# after a few tokens, time and again, these must not tell what later ones would gain.
 _EARLY, _EARLY_PART, _WEIGHT = 16, 0.4, 0.005
-_READ_PER_STEP = 24  # tokens of a text that are read again in the time of a plain step, on AVX2; more on AMX
 # Accepted tokens until steps tell, and when drafts are tried again, and the steps as which this counts. SmolLM2 accepts
 # 1.1 to 1.3 in passages of prose.
 _EXPECTED, _EXPECTED_STEPS = 1.2, 50
@@ -172,6 +172,17 @@ class _Sequence:
     length: int
     blocks: int
     token_ids: list[int] = field(default_factory=list)
+    lookup: Lookup | None = None
+
+    @property
+    def text(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.command.input_ids.size + len(self.token_ids)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still make."""
+        return self.command.max_tokens - len(self.token_ids)
 
 
 class Drafting:
@@ -181,6 +192,7 @@ class Drafting:
     limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
     load: sets the pipeline; None for an engine that never drafts, and once it was called.
+    returns: whether sequences of the plain pipeline go over to it.
     """
 
     def __init__(
@@ -198,6 +210,8 @@ class Drafting:
         self._length = DraftLength(limits.max_draft_len, slots)
         self._sequences: dict[int, _Sequence] = {}
         self._plain: dict[int, _Sequence] = {}
+        self._plain_steps = PlainSteps()
+        self.returns = False
         self._steps = self._accepted = 0
         self._waits = False  # for its pipeline, also where that could not be loaded
         self._loads = False
@@ -226,8 +240,8 @@ class Drafting:
     def admit(self, command: AddSequence, config: genai.GenerationConfig, running: int, behind: int = 0) -> bool:
         """Take a sequence and complete its configuration, or return False if the plain pipeline is to take it.
 
-        running: sequences in both pipelines. None is taken beside one in the plain pipeline: two steps, one of each
-        pipeline, take longer than one of a common batch.
+        running: sequences in both pipelines. None is taken beside one in the plain pipeline that stays there: two
+        steps, one of each pipeline, take longer than one of a common batch.
         behind: sequences that come at the same time. Where they are too many to draft for, none is: their prompts
             would be read here and, when the last of them comes, in the plain pipeline again.
         """
@@ -235,14 +249,14 @@ class Drafting:
         length = self._length_of(command, running, behind, blocks)
         if length:
             self._take(command, config, length, blocks)
-        elif command.max_tokens > SHARED_DRAFT:
+        elif command.max_tokens > SHARED_DRAFT and not self._ngram_size:  # of lookups it is seen what they would gain
             self._length.refused()
         return length > 0
 
     def _length_of(self, command: AddSequence, running: int, behind: int, blocks: int) -> int:
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
         most = undrafted_from(command.input_ids.size)
-        if self._waits or running > len(self) or running + behind >= most or blocks > free:
+        if self._waits or (running > len(self) and not self.returns) or running + behind >= most or blocks > free:
             return 0
         if command.max_tokens <= SHARED_DRAFT:
             return self._length.beside(running=1)  # of one as short as a probe, which shows no gain
@@ -261,25 +275,27 @@ class Drafting:
         if self.pipeline is not None or self._waits:
             self._plain[command.id] = _Sequence(command, 0, 0)
 
-    def back(self) -> list[AddSequence]:
-        """Return the commands that continue all sequences of the plain pipeline here; none if any has to stay there.
+    def back(self) -> AddSequence | None:
+        """Return the command that continues a sequence of the plain pipeline here, if all are to go over and one can
+        now. Call ``take_back`` for it. One in each step, as they leave."""
+        plain, drafted = list(self._plain.values()), list(self._sequences.values())
+        self.returns = self.returns and bool(plain) and self._takes(plain, drafted)
+        if not self.returns and plain and not drafted and not self._waits and self._takes(plain, drafted):
+            started = all(map(_started, plain)) and self._length.tries(len(plain))
+            self.returns = started and self._plain_steps.end([one.text for one in plain], [one.left for one in plain])
+        ready = filter(_started, plain if self.returns else ())
+        chosen = max(ready, key=lambda one: one.left, default=None)
+        return _continued(chosen) if chosen else None
 
-        Call ``take_back`` for each.
-        """
-        moved = list(self._plain.values())
-        if self._waits or self._sequences or not 1 <= len(moved) <= RESUME_UP_TO or not self._length.tries(len(moved)):
-            return []
-        for sequence in moved:
-            made = len(sequence.token_ids)
-            started = made >= 2  # its prompt is read, also where it ends with a block (PartialBlocks.starts)
-            if not started or sequence.command.max_tokens - made < RESUME_TOKENS or not _movable(sequence.command):
-                return []
-        commands = [_continued(sequence) for sequence in moved]
-        blocks = sum(self._limits.draft_blocks(one.input_ids.size + one.max_tokens) for one in commands)
-        return commands if blocks <= self._limits.draft_pool_blocks else []
+    def _takes(self, plain: list[_Sequence], drafted: list[_Sequence]) -> bool:
+        """Return whether the pipeline that drafts could take all sequences of the plain one to those that it has."""
+        most = min(undrafted_from(one.command.input_ids.size) for one in plain + drafted)
+        blocks = [self._limits.draft_blocks(one.text + one.left) for one in plain] + [one.blocks for one in drafted]
+        fits = len(blocks) <= most and sum(blocks) <= self._limits.draft_pool_blocks
+        return fits and all(_movable(one.command) for one in plain)
 
     def take_back(self, command: AddSequence, config: genai.GenerationConfig) -> None:
-        """Take a sequence of ``back`` and complete its configuration."""
+        """Take the sequence of ``back`` and complete its configuration."""
         del self._plain[command.id]
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         self._take(command, config, self._length.beside(len(self._sequences)), blocks)
@@ -293,9 +309,8 @@ class Drafting:
         speedup = self._length.speedup(len(sequences)) if sequences else 1.0
         if not 0 < speedup < 1 or not all(_movable(one.command) for one in sequences):
             return False
-        read = sum(one.command.input_ids.size + len(one.token_ids) for one in sequences)
-        left = sum(one.command.max_tokens - len(one.token_ids) for one in sequences)
-        return left / len(sequences) * (1 / speedup - 1) > read / _READ_PER_STEP
+        left = sum(one.left for one in sequences) / len(sequences)
+        return left * (1 / speedup - 1) > sum(one.text for one in sequences) / READ_PER_STEP
 
     def leave(self, starts: Callable[[int], bool]) -> AddSequence | None:
         """Forget a sequence that can go on in the plain pipeline; return the command that continues it, if any can.
@@ -310,7 +325,7 @@ class Drafting:
         movable = [one for id, one in self._sequences.items() if _movable(one.command) and not starts(id)]
         if not movable:
             return None
-        chosen = max(movable, key=lambda one: one.command.max_tokens - len(one.token_ids))
+        chosen = max(movable, key=lambda one: one.left)
         return _continued(self._sequences.pop(chosen.command.id))
 
     def observe(self, id: int, token_ids: list[int]) -> None:
@@ -324,6 +339,19 @@ class Drafting:
             self._steps += 1
             self._accepted += len(token_ids) - 1
             self._length.observe(len(token_ids) - 1, position)
+        elif not sequence.length and self._ngram_size:
+            self._look_up(sequence, token_ids, position)
+
+    def _look_up(self, sequence: _Sequence, token_ids: list[int], position: int) -> None:
+        """Take in what drafts of a plain sequence would have given, of as many as could have some."""
+        if not position and sum(one.lookup is not None for one in self._plain.values()) < UNDRAFTED_FROM:
+            ids = np.concatenate([sequence.command.input_ids, token_ids])
+            sequence.lookup = Lookup(ids, self._ngram_size, self._limits.max_draft_len)
+        elif sequence.lookup is not None:
+            for nth, id in enumerate(token_ids, position):
+                accepted = sequence.lookup.add(id)
+                if accepted is not None:
+                    self._length.observe(accepted, nth)
 
     def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool = False) -> None:
         """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing.
@@ -332,6 +360,8 @@ class Drafting:
         """
         if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
             return
+        if not drafts and not idle:
+            self._plain_steps.stepped(sequences, self._length.speedup(sequences) if sequences else 1.0)
         if all(sequence.token_ids for sequence in (self._sequences if drafts else self._plain).values()):
             self._length.timed(sequences, taken_s, drafts=drafts, idle=idle)
 
@@ -362,6 +392,11 @@ class Drafting:
         counts = self._steps, self._accepted
         self._steps = self._accepted = 0
         return counts
+
+
+def _started(sequence: _Sequence) -> bool:
+    """Return whether its prompt is read, also one that ends with a block (PartialBlocks.starts), and it goes on."""
+    return len(sequence.token_ids) >= 2 and sequence.left > 0
 
 
 def _movable(command: AddSequence) -> bool:

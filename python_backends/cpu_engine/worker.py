@@ -314,7 +314,7 @@ class StepLoop:
         One in each step, since it is read again: together they would stop all streams for as long as all of them take.
         None in the step that reads the first prompt of the plain pipeline, which would wait for it.
         """
-        if not self._drafting or not (self._plain() or self._drafting.loses()):
+        if not self._drafting or self._drafting.returns or not (self._plain() or self._drafting.loses()):
             return
         waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
         command = None if waits else self._drafting.leave(self._partial_blocks.starts)
@@ -328,16 +328,18 @@ class StepLoop:
             self._step(drafts=True, plain=False)  # frees its blocks
 
     def _return_to_drafting(self) -> None:
-        """Continue in the pipeline that drafts the sequences of the plain one, where few are left of a busier time."""
+        """Continue a sequence of the plain pipeline in the one that drafts, where few are left of a busier time."""
         if self._prompts or self._unscored or self._piece is not None or self._leaving:
+            self._drafting.returns = False  # what waits here is not drafted for
             return
-        commands = self._drafting.back()
-        for command in commands:
-            config = self._stopped(command)
-            self._drafting.take_back(command, config)
-            self._start(self._drafting.pipeline, command, config)
-        if commands:
-            self._step(drafts=False, plain=True)  # frees their blocks
+        command = self._drafting.back()
+        if command is None:
+            return
+        config = self._stopped(command)
+        self._drafting.take_back(command, config)
+        self._start(self._drafting.pipeline, command, config)
+        if not self._plain():
+            self._step(drafts=False, plain=True)  # frees its blocks
 
     def _stopped(self, command: AddSequence) -> genai.GenerationConfig:
         """Stop a sequence in its pipeline; return the configuration with which another one continues it."""

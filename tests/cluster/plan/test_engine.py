@@ -163,10 +163,16 @@ def test_acceptance_changes_within_an_answer():
 
 def test_a_long_answer_is_drafted_for_again_when_the_others_have_ended():
     crowd = [(0.0, 32, 50)] * UNDRAFTED_FROM
-    long, short = (0.0, 32, 400), (0.0, 32, 80)
+    long, short = (0.0, 32, 400), (0.0, 32, 60)
     assert ends(drafting_replica(1.0), *crowd, long)[-1] < 0.5 * ends(REPLICA, *crowd, long)[-1]
     # Nothing of one that has little left.
     assert ends(drafting_replica(1.0), *crowd, short)[-1] == pytest.approx(ends(REPLICA, *crowd, short)[-1], rel=0.1)
+
+
+def test_several_long_answers_are_drafted_for_again_when_plain_steps_have_lost_enough():
+    crowd, long = [(0.0, 32, 50)] * UNDRAFTED_FROM, [(0.0, 32, 400)] * (UNDRAFTED_FROM // 2)
+    quick, plain = (ends(replica, *crowd, *long)[-1] for replica in (drafting_replica(1.0), REPLICA))
+    assert quick < 0.6 * plain
 
 
 def test_drafting_goes_on_when_those_without_drafts_have_ended():

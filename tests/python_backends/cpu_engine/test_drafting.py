@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import openvino_genai as genai
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract import manifest as manifests
@@ -35,6 +35,7 @@ from contract.scheduling import (
 )
 from python_backends.cpu_engine.drafting import Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.lookup import Lookup
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
@@ -52,9 +53,9 @@ def started(_: int) -> bool:
     return False
 
 
-def ready(limits: EngineLimits = LIMITS, pipeline: object = None) -> Drafting:
+def ready(limits: EngineLimits = LIMITS, pipeline: object = None, ngram_size: int = 3) -> Drafting:
     """Return a rule whose steps are timed; drafts take no time."""
-    drafting = Drafting(pipeline, limits, 3)
+    drafting = Drafting(pipeline, limits, ngram_size)
     drafting._length = known(limits.max_draft_len)
     return drafting
 
@@ -226,8 +227,8 @@ def test_of_more_that_come_together_than_are_drafted_for_none_is(count):
     assert taken == [count <= UNDRAFTED_FROM] * count and len(drafting) == sum(taken)
 
 
-def test_a_probe_is_no_try_of_whether_drafts_gain():
-    drafting = ready()
+def test_a_probe_is_no_try_of_whether_drafts_of_a_model_gain():
+    drafting = ready(ngram_size=0)
     drafting.admit(command(1), genai.GenerationConfig(), running=0)
     for _ in range(400):
         drafting.observe(1, [1])
@@ -289,7 +290,7 @@ def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_mov
     drafting.follow(command(1, max_tokens=100))
     if drafts:
         drafting.observe(1, [7, 8])
-        (moved,) = drafting.back()
+        moved = drafting.back()
         drafting.take_back(moved, genai.GenerationConfig())
     drafting.timed(1, 0.5, drafts=drafts)  # its prompt, and what it had made
     drafting.observe(1, [9])
@@ -370,6 +371,18 @@ def test_counts_are_of_the_sequences_that_draft():
     assert drafting.take_counts() == (0, 0)
 
 
+def taken_back(drafting: Drafting, configs: list[genai.GenerationConfig] | None = None) -> list[AddSequence]:
+    """Take all sequences back that go over to the pipeline that drafts, one in each step."""
+    taken = []
+    while (one := drafting.back()) is not None:
+        config = genai.GenerationConfig()
+        drafting.take_back(one, config)
+        taken.append(one)
+        if configs is not None:
+            configs.append(config)
+    return taken
+
+
 def test_sequences_come_back_when_few_are_left():
     pipeline, most = object(), RESUME_TOKENS + 5
 
@@ -382,25 +395,23 @@ def test_sequences_come_back_when_few_are_left():
 
     few = [command(id, max_tokens=most) for id in range(RESUME_UP_TO)]
     drafting = followed(*few)
-    back = drafting.back()
-    assert [each.input_ids.tolist() for each in back] == [[*range(10), 0, 1, 2]] * RESUME_UP_TO and len(drafting) == 0
-    configs = [genai.GenerationConfig() for _ in back]
-    for each, config in zip(back, configs, strict=True):
-        drafting.take_back(each, config)
+    configs: list[genai.GenerationConfig] = []
+    back = taken_back(drafting, configs)
+    assert [each.input_ids.tolist() for each in back] == [[*range(10), 0, 1, 2]] * RESUME_UP_TO
     assert [config.num_assistant_tokens for config in configs] == [LIMITS.max_draft_len, SHARED_DRAFT]
     assert len(drafting) == RESUME_UP_TO and not drafting.back()
     drafting.observe(0, [7])  # the first tokens after a move are of no draft
     assert drafting.take_counts() == (0, 0)
     drafting.observe(0, [8, 9])
     assert drafting.take_counts() == (1, 1)
-    # None does where one has to stay, has too little left or no token yet, or where there are more of them.
+    # None does where one has to stay, has too little left or no token yet, or at once where there are more of them.
     assert not followed(*few, command(RESUME_UP_TO, max_tokens=most)).back()
     assert not followed(few[0], command(1, max_tokens=most, presence_penalty=1.0)).back()
     assert not followed(few[0], command(1, max_tokens=most - 3)).back()
     assert not followed(*few, tokens=1).back()
     ended = followed(*few)
     ended.end(0)
-    assert [each.id for each in ended.back()] == [1]
+    assert [each.id for each in taken_back(ended)] == [1]
     # Nor where drafts are rejected, or one is drafted for.
     rejected = followed(command(1, max_tokens=most), tokens=2)
     rejected.admit(command(2), genai.GenerationConfig(), running=0)
@@ -409,6 +420,70 @@ def test_sequences_come_back_when_few_are_left():
         rejected.observe(2, [1])
     rejected.end(2)
     assert not rejected.back()
+
+
+def test_more_come_back_when_plain_steps_have_lost_the_time_that_it_takes():
+    limits = dataclasses.replace(LIMITS, kv_cache_blocks=1024)
+    drafting, count = ready(limits, pipeline=object()), UNDRAFTED_FROM - 1
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            drafting.timed(count, 0.02, drafts=False)
+
+    for id in range(count):
+        drafting.follow(command(id, max_tokens=100))
+        drafting.observe(id, [0, 1])
+    steps(1)
+    assert not drafting.back()
+    steps(200)
+    # Not beside one with a long prompt, which only the plain pipeline reads in pieces.
+    drafting.follow(command(count, tokens=WHOLE_PROMPT_TOKENS + 1))
+    drafting.observe(count, [0, 1])
+    assert not drafting.back()
+    drafting.end(count)
+    # One that comes meanwhile begins there, and they go on if one ends.
+    drafting.take_back(drafting.back(), genai.GenerationConfig())
+    assert drafting.returns and drafting.admit(command(count + 1), genai.GenerationConfig(), running=count)
+    drafting.end(1)
+    assert len(taken_back(drafting)) == count - 2
+    assert not drafting.returns
+
+
+def test_sequences_do_not_go_on_coming_back_when_one_too_many_runs():
+    limits = dataclasses.replace(LIMITS, kv_cache_blocks=1024)
+    drafting, count = ready(limits, pipeline=object()), UNDRAFTED_FROM
+    for id in range(count):
+        drafting.follow(command(id, max_tokens=100))
+        drafting.observe(id, [0, 1])
+    for _ in range(200):
+        drafting.timed(count, 0.02, drafts=False)
+    drafting.take_back(drafting.back(), genai.GenerationConfig())
+    assert not drafting.admit(command(count), genai.GenerationConfig(), running=count)
+    drafting.follow(command(count))
+    assert drafting.back() is None and not drafting.returns
+    assert drafting.leave(started) is not None
+
+
+def test_plain_answers_tell_whether_drafts_would_gain():
+    """Prompt lookup: of as many as could be drafted for, without a trial."""
+    drafting = ready(pipeline=object())
+    drafting.admit(command(0), genai.GenerationConfig(), running=0)
+    for _ in range(400):
+        drafting.observe(0, [1])
+    drafting.end(0)
+    many = range(1, UNDRAFTED_FROM + 3)
+    for id in many:
+        assert not drafting.admit(command(id), genai.GenerationConfig(), running=0)
+        drafting.follow(command(id, max_tokens=400))
+    assert sum(one.lookup is not None for one in drafting._plain.values()) == 0
+    for nth in range(100):
+        for id in many:
+            drafting.observe(id, [100 + nth % 5])
+    assert sum(one.lookup is not None for one in drafting._plain.values()) == UNDRAFTED_FROM
+    for id in many:
+        drafting.end(id)
+    assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
+    assert drafting.take_counts() == (399, 0)  # only of real drafts
 
 
 class Listener:
@@ -494,11 +569,11 @@ def generated(
 
 
 @pytest.fixture
-def free_drafts(monkeypatch):
-    """Workers to whom drafts cost nothing: which sequences draft depends on no time."""
+def gaining_drafts(monkeypatch):
+    """Workers that take drafts for a gain: which sequences draft depends on no time and no text."""
     code = (
         "from python_backends.cpu_engine import drafting, worker\n"
-        "drafting.DraftLength.cost = lambda self, sequences: 0.0\n"
+        "drafting.DraftLength.speedup = lambda self, sequences: 2.0\n"
         "worker.main()"
     )
 
@@ -543,7 +618,7 @@ def test_the_limits_have_a_second_kv_cache_for_drafts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["drafting_engine", "draft_model_engine"])
-def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, engine, free_drafts, request):
+def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, engine, gaining_drafts, request):
     drafting_engine = request.getfixturevalue(engine)
     repeating = [5, 6, 7, 8] * 6
     requests = [
@@ -569,8 +644,19 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
 
 
 @pytest.mark.slow
+@given(st.lists(st.sampled_from([5, 6, 7, 8]), min_size=1, max_size=40))
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_plain_answers_tell_of_drafts_is_what_they_give(triton_types, drafting_engine, gaining_drafts, prompt):
+    [made], listener = generated(drafting_engine, [(prompt, SamplingParams(top_k=1), None)])
+    steps = [o.token_ids for report in listener.reports for o in report.outputs if o.id == 1 and o.token_ids]
+    lookup = Lookup(np.array(prompt + made[:1]), SPECULATION["ngram_size"], SPECULATION["max_draft_len"])
+    told = [accepted for accepted in map(lookup.add, made[1:]) if accepted is not None]
+    assert len(steps) > 2 and told[: len(steps) - 2] == [len(step) - 1 for step in steps[1:-1]]
+
+
+@pytest.mark.slow
 def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(
-    triton_types, tiny_engine, drafting_engine, free_drafts
+    triton_types, tiny_engine, drafting_engine, gaining_drafts
 ):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1, log_probs=True), None) for n in range(UNDRAFTED_FROM + 1)]
     long = {1: 200}
@@ -582,7 +668,21 @@ def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(
 
 
 @pytest.mark.slow
-def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine, free_drafts):
+def test_several_are_drafted_for_again_one_in_a_step(triton_types, tiny_engine, drafting_engine, gaining_drafts):
+    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
+    long = RESUME_UP_TO + 1
+    lengths = {id: 84 if id <= long else 20 for id in range(1, len(requests) + 1)}  # the cache for drafts takes three
+    plain, _ = generated(tiny_engine, requests, len(requests), lengths)
+    drafted, listener = generated(drafting_engine, requests, len(requests), lengths)
+    assert drafted == plain
+    alone = [r for r in listener.reports if {o.id for o in r.outputs if o.token_ids} == set(range(1, long + 1))]
+    counts = [report.drafting for report in alone]
+    assert counts[0] == 0 and counts[-1] == long
+    assert all(0 <= after - before <= 1 for before, after in itertools.pairwise(counts))
+
+
+@pytest.mark.slow
+def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine, gaining_drafts):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
     lengths = dict.fromkeys(range(1, len(requests) + 1), 90)  # four of them fit into the cache for drafts
     plain, _ = generated(tiny_engine, requests, len(requests), lengths)
@@ -627,7 +727,7 @@ def test_nothing_drafts_until_the_pipeline_is_loaded_and_what_runs_then_goes_ove
     assert not drafting.back() and drafting.pipeline is None
     drafting.load()
     assert drafting.pipeline == "pipeline"
-    assert [one.input_ids.tolist() for one in drafting.back()] == [[*range(10), 7, 8]]
+    assert drafting.back().input_ids.tolist() == [*range(10), 7, 8]
     drafting.end(1)
     assert drafting.admit(command(2), config, running=0)
 
