@@ -1,4 +1,4 @@
-"""Speculative decoding: which requests a pipeline that drafts takes, and with how many draft tokens.
+"""Speculative decoding: which requests a pipeline that drafts takes.
 
 Such a pipeline computes 1 + k positions of every sequence in every step, padding included where it found fewer drafts,
 and k is at least 1. A few sequences leave the cores waiting for memory, and on processors with 8-bit or 16-bit matrix
@@ -11,9 +11,6 @@ few are left, with what they have generated.
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,141 +19,18 @@ import openvino_genai as genai
 
 from contract.scheduling import (
     BLOCK_TOKENS,
-    LEAST_SPEEDUP,
     READ_PER_STEP,
-    RETRY_AFTER,
     SHARED_DRAFT,
     UNDRAFTED_FROM,
     PlainSteps,
-    drafts_beside,
     undrafted_from,
 )
+from python_backends.cpu_engine.draft_length import DraftLength
 from python_backends.cpu_engine.lookup import Lookup
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
 TIMED_STEPS = 7  # of each kind, when the engine idles
-_LAST = 15  # steps of which the median is taken
-_ENOUGH = 5  # until it counts
-
-# Weights of a step in the moving average, which is over several answers: some repeat themselves and some never do, and
-# all are read again when drafting ends or begins. Answers begin to repeat themselves late: where bursts end drafting
-# after a few tokens, time and again, these must not tell what later ones would gain.
-_EARLY, _EARLY_PART, _WEIGHT = 16, 0.4, 0.005
-# Accepted tokens until steps tell, and when drafts are tried again, and the steps as which this counts. SmolLM2 accepts
-# 1.1 to 1.3 in passages of prose.
-_EXPECTED, _EXPECTED_STEPS = 1.2, 50
-
-
-class StepTimes:
-    """Seconds of the last steps that only decode: by the number of sequences in them, and whether they drafted.
-
-    costs: how many plain steps longer one with drafts takes, by the number of sequences, where both are known. Of
-        medians: a step in which the process waited for a core takes several times as long.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], deque[float]] = {}
-        self.costs: dict[int, float] = {}
-
-    def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
-        """Take in a step."""
-        self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append(taken_s)
-        if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
-            drafted_s, plain_s = (statistics.median(self._seconds[sequences, kind]) for kind in (True, False))
-            self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
-
-    def knows(self, sequences: int, *, drafts: bool) -> bool:
-        """Return whether such steps were seen often enough."""
-        return len(self._seconds.get((sequences, drafts), ())) >= _ENOUGH
-
-
-class DraftLength:
-    """The length for the next request.
-
-    most: of the recipe. slots: sequences that the engine can time together.
-    """
-
-    def __init__(self, most: int, slots: int) -> None:
-        self._most = most
-        self._idle_steps = [(n, drafts) for n in (1, min(UNDRAFTED_FROM, slots)) for drafts in (False, True)]
-        # Moving averages per step of a sequence: tokens accepted, and of the first SHARED_DRAFT drafts.
-        self._accepted = self._shared = _EXPECTED
-        self._refused = 0  # requests since the averages began anew
-        self._seen = 0.0  # steps since then
-        # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together.
-        self._idle, self._served = StepTimes(), StepTimes()
-
-    def refused(self) -> None:
-        """Take in that a request came that is not drafted for."""
-        self._refused += 1
-
-    def choose(self, running: int, behind: int = 0) -> int:
-        """Return the draft tokens per step of a request that is added to ``running`` others, before ``behind`` more; 0
-        for none."""
-        together = running + behind + 1
-        return self.beside(running) if together <= UNDRAFTED_FROM and self.tries(together) else 0
-
-    def tries(self, sequences: int) -> bool:
-        """Return whether to draft for so many sequences: it gains, or RETRY_AFTER requests were not drafted for.
-
-        Then what was seen is forgotten, since a few steps of other texts would hardly change it. Where drafts that are
-        accepted as expected would not earn their time, none are tried.
-        """
-        if self.gains(sequences):
-            return True
-        if self._refused < RETRY_AFTER or (1 + _EXPECTED) / (1 + self.cost(sequences)) < LEAST_SPEEDUP:
-            return False
-        self._accepted, self._shared = max(self._accepted, _EXPECTED), max(self._shared, _EXPECTED)
-        self._refused, self._seen = 0, 0.0
-        return True
-
-    def gains(self, sequences: int) -> bool:
-        """Return whether drafts make enough more tokens of so many sequences than their time would without."""
-        return self.speedup(sequences) >= LEAST_SPEEDUP
-
-    def speedup(self, sequences: int) -> float:
-        """Return the tokens per second of so many sequences with drafts over those without."""
-        return (1 + (self._accepted if sequences == 1 else self._shared)) / (1 + self.cost(sequences))
-
-    @property
-    def untimed(self) -> tuple[int, bool] | None:
-        """The sequences of the step whose time is to be known next, and whether it drafts; None if all are known."""
-        for sequences, drafts in self._idle_steps:
-            if not self._idle.knows(sequences, drafts=drafts):
-                return sequences, drafts
-        return None
-
-    def beside(self, running: int) -> int:
-        """Return the draft tokens per step of a request beside so many others."""
-        return drafts_beside(self._most, running)
-
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool) -> None:
-        """Take in how long a step that only decoded so many sequences took. idle: it was made to be timed."""
-        (self._idle if idle else self._served).observe(sequences, taken_s, drafts=drafts)
-
-    def cost(self, sequences: int) -> float:
-        """Return how many plain steps longer a step with drafts takes, between the nearest numbers that are known.
-
-        Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for
-        as long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
-        """
-        if self.untimed:
-            return 0.0 if sequences == 1 else math.inf
-        costs = self._idle.costs | self._served.costs
-        known = sorted(costs)
-        return float(np.interp(sequences, known, [costs[n] for n in known]))
-
-    def observe(self, accepted: int, position: int) -> None:
-        """Take in a step that accepted so many draft tokens of a sequence.
-
-        position: tokens that the sequence had made before.
-        """
-        part = _EARLY_PART if position < _EARLY else 1.0
-        weight = part * max(_WEIGHT, 1 / (_EXPECTED_STEPS + self._seen))
-        self._seen += part
-        self._accepted += (accepted - self._accepted) * weight
-        self._shared += (min(accepted, SHARED_DRAFT) - self._shared) * weight
 
 
 def timed_tokens(sequences: int, draft_tokens: int) -> int:

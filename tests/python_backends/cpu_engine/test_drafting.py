@@ -1,4 +1,4 @@
-"""Prompt lookup: the choice of the draft length, and its texts beside those of plain decoding."""
+"""Which sequences are drafted for, and their texts beside those of plain decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from contract.scheduling import (
     UNDRAFTED_FROM,
     WHOLE_PROMPT_TOKENS,
 )
-from python_backends.cpu_engine.drafting import Drafting, DraftLength
+from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.lookup import Lookup
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
@@ -42,6 +42,7 @@ from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
+from tests.python_backends.cpu_engine.test_draft_length import known
 
 SPECULATION = {"mode": "prompt_lookup", "max_draft_len": 6, "ngram_size": 3}
 
@@ -60,125 +61,9 @@ def ready(limits: EngineLimits = LIMITS, pipeline: object = None, ngram_size: in
     return drafting
 
 
-def timed(length: DraftLength, plain_s: float, drafted_s: float, sequences: int = 1, *, idle: bool = False) -> None:
-    for _ in range(15):
-        length.timed(sequences, plain_s, drafts=False, idle=idle)
-        length.timed(sequences, drafted_s, drafts=True, idle=idle)
-
-
-def known(most: int, cost: float = 0.0, of_many: float | None = None) -> DraftLength:
-    """A length whose steps are timed. cost: of drafts in plain steps, of one sequence and, unless given, of many."""
-    length = DraftLength(most, UNDRAFTED_FROM)
-    timed(length, 0.02, 0.02 * (1 + cost), idle=True)
-    timed(length, 0.02, 0.02 * (1 + (cost if of_many is None else of_many)), UNDRAFTED_FROM, idle=True)
-    return length
-
-
-def test_the_length_follows_the_load():
-    length = known(8)
-    chosen = [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1, UNDRAFTED_FROM, 64)]
-    assert chosen == [8, SHARED_DRAFT, SHARED_DRAFT, 0, 0]
-    assert known(2).choose(1) == 2
-
-
-def test_before_the_engine_was_idle_one_sequence_is_drafted_for_and_several_are_not():
-    length = DraftLength(8, UNDRAFTED_FROM)
-    for sequences, drafts in [(1, False), (1, True), (UNDRAFTED_FROM, False), (UNDRAFTED_FROM, True)]:
-        assert length.untimed == (sequences, drafts)
-        assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, 0, 0]
-        for _ in range(8):
-            length.timed(sequences, 0.02, drafts=drafts, idle=True)
-    assert length.untimed is None and length.choose(1) == SHARED_DRAFT
-
-
-def test_rejected_drafts_end_drafting_and_it_is_tried_again():
-    length = known(8, cost=0.1, of_many=1.3)
-    for _ in range(400):
-        length.observe(0, 16)
-    for _ in range(RETRY_AFTER):
-        assert length.choose(0) == 0
-        length.refused()
-    # Not where drafts that are accepted as in most texts would not earn their time.
-    assert length.choose(UNDRAFTED_FROM - 1) == 0
-    assert length.choose(0) == 8
-    for _ in range(100):
-        length.observe(0, 16)
-    assert length.choose(0) == 8
-    for _ in range(200):
-        length.observe(0, 16)
-    for _ in range(RETRY_AFTER - 1):
-        length.refused()
-    assert length.choose(0) == 0
-
-
-def test_one_text_that_does_not_repeat_itself_ends_no_drafting_that_gains():
-    length = known(8, cost=0.6)
-    for _ in range(3):
-        for _ in range(60):
-            length.observe(3, 16)
-    for _ in range(100):
-        length.observe(0, 16)
-    assert length.choose(0) == 8
-
-
-def test_the_beginnings_of_answers_tell_less_than_what_follows():
-    """Bursts that end drafting after ten tokens, and one answer that is drafted for to its end."""
-    length = known(8)
-    for position in [*range(1, 11)] * 50:
-        length.observe(0, position)
-    assert length.choose(0) == 8
-    for position in [*range(1, 11)] * 50:
-        length.observe(0, position)
-    assert length.choose(0) == 0
-    for position in range(1, 200, 9):
-        length.observe(8, position)
-    assert length.choose(0) == 8
-
-
-def test_drafts_have_to_earn_the_time_of_their_steps():
-    free, dear = known(4), known(4, cost=1.25)
-    for length in (free, dear):
-        for _ in range(200):
-            length.observe(1, 16)
-    assert (free.choose(0), dear.choose(0)) == (4, 0)
-    for _ in range(200):
-        dear.observe(3, 16)
-    assert dear.choose(0) == 4
-
-
-def test_the_cost_of_drafts_lies_between_those_of_the_nearest_numbers_of_sequences_that_are_known():
-    length = known(4, cost=1.5)
-    assert length.cost(1) == length.cost(3) == pytest.approx(1.5)
-    timed(length, 0.04, 0.06, sequences=3)
-    assert length.cost(3) == pytest.approx(0.5) and length.cost(1) == length.cost(8) == pytest.approx(1.5)
-    assert length.cost(2) == pytest.approx(1.0)
-    for _ in range(7):
-        length.timed(3, 10.0, drafts=True, idle=False)  # waited for a core
-    assert length.cost(3) == pytest.approx(0.5)
-    timed(length, 0.05, 0.02, sequences=2)
-    assert length.cost(2) == 0
-
-
-def test_steps_in_service_are_compared_with_none_that_was_made_when_the_engine_was_idle():
-    length = known(8, cost=1.0)
-    for _ in range(15):
-        length.timed(UNDRAFTED_FROM, 0.04, drafts=False, idle=False)
-    assert length.cost(UNDRAFTED_FROM) == pytest.approx(1.0)
-    for _ in range(15):
-        length.timed(UNDRAFTED_FROM, 0.06, drafts=True, idle=False)
-    assert length.cost(UNDRAFTED_FROM) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.0)
-
-
-def test_drafts_that_gain_for_few_sequences_may_not_for_many():
-    length = known(8, of_many=2.0)
-    for _ in range(1000):
-        length.observe(8, 16)  # of which three count beside others
-    assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, SHARED_DRAFT, SHARED_DRAFT]
-    for _ in range(1000):
-        length.observe(1, 16)
-    assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, SHARED_DRAFT, 0]
-    # Those that come together are one batch: not one is read with drafts and again without.
-    assert length.choose(0, behind=UNDRAFTED_FROM - 1) == 0 and length.choose(0, behind=1) == 8
+def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
+    params = SamplingParams(**{"top_k": 1} | sampling)
+    return AddSequence(id, np.arange(tokens), max_tokens, params, frozenset({0}), guide=guide)
 
 
 def test_a_long_prompt_is_drafted_for_beside_few():
@@ -190,21 +75,6 @@ def test_a_long_prompt_is_drafted_for_beside_few():
     assert drafting.admit(command(3), genai.GenerationConfig(), running=len(drafting))
     assert not drafting.admit(long, genai.GenerationConfig(), running=len(drafting))
     assert drafting.admit(short, genai.GenerationConfig(), running=len(drafting))
-
-
-@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 8)), max_size=50), st.integers(1, 16))
-def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int]], most: int):
-    length = known(most)
-    for running, accepted in history:
-        chosen = length.choose(running)
-        assert 0 <= chosen <= most and (running < UNDRAFTED_FROM or not chosen)
-        if chosen:
-            length.observe(min(chosen, accepted), running)
-
-
-def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
-    params = SamplingParams(**{"top_k": 1} | sampling)
-    return AddSequence(id, np.arange(tokens), max_tokens, params, frozenset({0}), guide=guide)
 
 
 def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empty():
@@ -572,8 +442,8 @@ def generated(
 def gaining_drafts(monkeypatch):
     """Workers that take drafts for a gain: which sequences draft depends on no time and no text."""
     code = (
-        "from python_backends.cpu_engine import drafting, worker\n"
-        "drafting.DraftLength.speedup = lambda self, sequences: 2.0\n"
+        "from python_backends.cpu_engine import draft_length, worker\n"
+        "draft_length.DraftLength.speedup = lambda self, sequences: 2.0\n"
         "worker.main()"
     )
 
