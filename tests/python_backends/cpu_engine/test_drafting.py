@@ -10,7 +10,8 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop
-from python_backends.ensemble.worker_messages import AddSequence, EndSequence
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from tests.python_backends.cpu_engine.test_draft_length import known
 
@@ -538,20 +539,6 @@ def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(
 
 
 @pytest.mark.slow
-def test_several_are_drafted_for_again_one_in_a_step(triton_types, tiny_engine, drafting_engine, gaining_drafts):
-    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
-    long = RESUME_UP_TO + 1
-    lengths = {id: 84 if id <= long else 20 for id in range(1, len(requests) + 1)}  # the cache for drafts takes three
-    plain, _ = generated(tiny_engine, requests, len(requests), lengths)
-    drafted, listener = generated(drafting_engine, requests, len(requests), lengths)
-    assert drafted == plain
-    alone = [r for r in listener.reports if {o.id for o in r.outputs if o.token_ids} == set(range(1, long + 1))]
-    counts = [report.drafting for report in alone]
-    assert counts[0] == 0 and counts[-1] == long
-    assert all(0 <= after - before <= 1 for before, after in itertools.pairwise(counts))
-
-
-@pytest.mark.slow
 def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine, gaining_drafts):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
     lengths = dict.fromkeys(range(1, len(requests) + 1), 90)  # four of them fit into the cache for drafts
@@ -635,33 +622,72 @@ def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, r
         listener.wait(lambda: listener.dead)
 
 
-@pytest.mark.slow
-def test_an_idle_engine_times_its_steps_and_then_generates_as_before(triton_types, tiny_engine, drafting_engine):
-    request = AddSequence(1, np.zeros(BLOCK_TOKENS + 1, np.int64), 40, SamplingParams(top_k=1), frozenset())
-    (plain,), _ = generated(tiny_engine, [(request.input_ids, request.sampling, None)], lengths={1: 40})
-    manifest = manifests.load(drafting_engine)
-    drafting, limits = open_drafting(drafting_engine, manifest), EngineLimits.from_manifest(manifest)
+@contextmanager
+def looping(engine_dir: Path, *commands: AddSequence) -> Iterator[tuple[Connection, Drafting]]:
+    """Run a step loop in this process, with its second pipeline loaded; all commands come before its first step."""
+    manifest = manifests.load(engine_dir)
+    drafting, limits = open_drafting(engine_dir, manifest), EngineLimits.from_manifest(manifest)
     ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
-    scores = TopLogProbsModel(drafting_engine / "openvino_model.xml", manifest.properties)
+    scores = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
     blocks = PartialBlocks(limits.kv_cache_blocks)
-    loop = StepLoop(open_pipeline(drafting_engine, manifest), scores, theirs, drafting, blocks, None)
+    loop = StepLoop(open_pipeline(engine_dir, manifest), scores, theirs, drafting, blocks, None)
 
     def run() -> None:
         with suppress(EOFError):
             loop.run()
 
     drafting.load()
+    drafting.load = None
+    for one in commands:
+        ours.send(one)
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        while drafting.learns:
-            assert thread.is_alive() and not ours.poll(0.1)
-        ours.send(request)
-        outputs = []
-        while not (outputs and outputs[-1].event.last):
-            assert ours.poll(60)
-            outputs += ours.recv().outputs
+        yield ours, drafting
     finally:
         ours.close()
         thread.join()
+
+
+def reports_until_all_ended(connection: Connection, count: int) -> list[StepReport]:
+    reports = []
+    while sum(output.event.last for report in reports for output in report.outputs) < count:
+        assert connection.poll(60)
+        reports.append(connection.recv())
+    return reports
+
+
+@pytest.mark.slow
+def test_several_are_drafted_for_again_one_in_a_step(triton_types, tiny_engine, drafting_engine, monkeypatch):
+    monkeypatch.setattr("python_backends.cpu_engine.draft_length.DraftLength.speedup", lambda self, sequences: 2.0)
+    requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
+    long = RESUME_UP_TO + 1
+    lengths = {id: 84 if id <= long else 20 for id in range(1, len(requests) + 1)}  # the cache for drafts takes three
+    plain, _ = generated(tiny_engine, requests, len(requests), lengths)
+    commands = [
+        AddSequence(id, np.array(prompt, np.int64), lengths[id], sampling, frozenset({256}))
+        for id, (prompt, sampling, _) in enumerate(requests, 1)
+    ]
+    with looping(drafting_engine, *commands) as (connection, _):
+        reports = reports_until_all_ended(connection, len(commands))
+    made = [o for report in reports for o in report.outputs]
+    assert [[token for o in made if o.id == id for token in o.token_ids] for id in lengths] == plain
+    counts = [report.drafting for report in reports]
+    assert max(counts) == long and not any(counts[:30])
+    rise = counts[: counts.index(long) + 1]
+    assert all(0 <= after - before <= 1 for before, after in itertools.pairwise(rise))
+    # No stream waits for another one to be read again.
+    for report in reports[len(rise) - long : len(rise)]:
+        assert {o.id for o in report.outputs if o.token_ids} == set(range(1, long + 1))
+
+
+@pytest.mark.slow
+def test_an_idle_engine_times_its_steps_and_then_generates_as_before(triton_types, tiny_engine, drafting_engine):
+    request = AddSequence(1, np.zeros(BLOCK_TOKENS + 1, np.int64), 40, SamplingParams(top_k=1), frozenset())
+    (plain,), _ = generated(tiny_engine, [(request.input_ids, request.sampling, None)], lengths={1: 40})
+    with looping(drafting_engine) as (connection, drafting):
+        while drafting.learns:
+            assert not connection.poll(0.1)
+        connection.send(request)
+        outputs = [output for report in reports_until_all_ended(connection, 1) for output in report.outputs]
     assert [token for output in outputs for token in output.token_ids] == plain
