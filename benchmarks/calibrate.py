@@ -102,8 +102,8 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     """Return the model with the steps of an open load, in which requests come one by one, some after a pause.
 
     Its steps that decode take so many times what the designed ones of as many sequences do, and its prompts what they
-    take more: streams that begin and end together are the fastest. Where the engine drafts, of few streams only
-    messages of several tokens to one alone tell how long a step took: others may be of a plain step.
+    take more: streams that begin and end together are the fastest. Where the engine drafts, of the streams that it may
+    draft for only messages of several tokens to one alone tell how long a step took: others may be of either kind.
     """
     spans = [
         (record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9, record)
@@ -132,7 +132,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     for begin_s, first_s, record in spans:
         for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
             streams = decoding_at(from_s)
-            drafted = streams <= drafts_up_to
+            drafted = streams <= (UNDRAFTED_FROM if drafts_up_to else 0)
             if drafted and (streams > 1 or not 1 < tokens <= 1 + model.draft_tokens):
                 continue
             if streams == decoding_at(to_s) and not waits_for_first_token(from_s, to_s):

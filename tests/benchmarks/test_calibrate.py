@@ -16,6 +16,7 @@ from benchmarks.step_trials import Outcome, Trial
 from contract import step_model
 from contract.errors import InvalidArgument
 from contract.generation import Timings
+from contract.scheduling import UNDRAFTED_FROM
 from contract.step_model import Point
 from tests.contract.test_step_model import SOME
 from tests.fakes.scripted_steps import Scripted, Words, small
@@ -132,6 +133,27 @@ def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(ca
     found = calibrate.in_service(model, [record])
     assert "streams 1 x 1.30, with drafts x 1.30;" in capsys.readouterr().out
     assert found.draft_token_s == pytest.approx(0.0013, rel=0.01)
+
+
+def test_steps_of_more_than_the_model_drafts_for_may_be_drafted_all_the_same(capsys):
+    """The engine drafts by what it sees accepted, so that several tokens may be of one step."""
+    model = dataclasses.replace(SOME, draft_token_s=0.003, draft_tokens=8, acceptance=((0.9,),))
+    few = model.drafted_up_to + 1
+    assert 1 < few <= UNDRAFTED_FROM
+    records = []
+    for streams, gap_s in ((few, 0.3), (16, model.seconds(16, 16 * 77, 0))):
+        for _ in range(streams):
+            record = Record(0, 100.0 * streams, 100.0 * streams, [(100.0 * streams, 1)], input_tokens=32)
+            record.finish_reason = "length"
+            for _ in range(60):
+                record.messages.append((record.messages[-1][0] + gap_s, 1))
+            record.ended_s = record.messages[-1][0] + 1e-3
+            instants = (record.sent_s - 0.1, record.sent_s, record.ended_s)
+            record.timings = Timings(0, *(round(1e9 * at_s) for at_s in instants))
+            records.append(record)
+    calibrate.in_service(model, records)
+    said = capsys.readouterr().out
+    assert "streams 16 x " in said and "streams 2 x" not in said and f"{few} x" not in said
 
 
 def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
