@@ -163,7 +163,7 @@ class Drafting:
 
     def _takes(self, plain: list[_Sequence], drafted: list[_Sequence]) -> bool:
         """Return whether the pipeline that drafts could take all sequences of the plain one to those that it has."""
-        most = min(undrafted_from(one.command.input_ids.size) for one in plain + drafted)
+        most = min(undrafted_from(one.command.input_ids.size) for one in plain)  # with the others it shares steps
         blocks = [self._limits.draft_blocks(one.text + one.left) for one in plain] + [one.blocks for one in drafted]
         fits = len(blocks) <= most and sum(blocks) <= self._limits.draft_pool_blocks
         return fits and all(_movable(one.command) for one in plain)

@@ -329,8 +329,10 @@ class StepLoop:
 
     def _return_to_drafting(self) -> None:
         """Continue a sequence of the plain pipeline in the one that drafts, where few are left of a busier time."""
-        if self._prompts or self._unscored or self._piece is not None or self._leaving:
-            self._drafting.returns = False  # what waits here is not drafted for
+        if self._prompts or self._piece is not None:
+            self._drafting.returns = False  # the plain pipeline is to read these
+            return
+        if self._unscored or self._leaving:
             return
         command = self._drafting.back()
         if command is None:

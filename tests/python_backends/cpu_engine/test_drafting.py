@@ -320,6 +320,18 @@ def test_more_come_back_when_plain_steps_have_lost_the_time_that_it_takes():
     assert not drafting.returns
 
 
+def test_sequences_whose_texts_have_grown_long_come_back_too():
+    """Their prompts and answers together are the prompts of the pipeline that drafts."""
+    limits = dataclasses.replace(LIMITS, kv_cache_blocks=1024, max_seq_len=2048)
+    drafting, count = ready(limits, pipeline=object()), LONG_UNDRAFTED_FROM + 2
+    for id in range(count):
+        drafting.follow(command(id, tokens=WHOLE_PROMPT_TOKENS, max_tokens=100))
+        drafting.observe(id, [0, 1])
+    for _ in range(2000):
+        drafting.timed(count, 0.02, drafts=False)
+    assert len(taken_back(drafting)) == count
+
+
 def test_sequences_do_not_go_on_coming_back_when_one_too_many_runs():
     limits = dataclasses.replace(LIMITS, kv_cache_blocks=1024)
     drafting, count = ready(limits, pipeline=object()), UNDRAFTED_FROM
@@ -623,7 +635,7 @@ def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, r
 
 
 @contextmanager
-def looping(engine_dir: Path, *commands: AddSequence) -> Iterator[tuple[Connection, Drafting]]:
+def looping(engine_dir: Path, *commands: AddSequence) -> Iterator[tuple[Connection, Drafting, threading.Thread]]:
     """Run a step loop in this process, with its second pipeline loaded; all commands come before its first step."""
     manifest = manifests.load(engine_dir)
     drafting, limits = open_drafting(engine_dir, manifest), EngineLimits.from_manifest(manifest)
@@ -643,7 +655,7 @@ def looping(engine_dir: Path, *commands: AddSequence) -> Iterator[tuple[Connecti
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield ours, drafting
+        yield ours, drafting, thread
     finally:
         ours.close()
         thread.join()
@@ -668,7 +680,7 @@ def test_several_are_drafted_for_again_one_in_a_step(triton_types, tiny_engine, 
         AddSequence(id, np.array(prompt, np.int64), lengths[id], sampling, frozenset({256}))
         for id, (prompt, sampling, _) in enumerate(requests, 1)
     ]
-    with looping(drafting_engine, *commands) as (connection, _):
+    with looping(drafting_engine, *commands) as (connection, *_):
         reports = reports_until_all_ended(connection, len(commands))
     made = [o for report in reports for o in report.outputs]
     assert [[token for o in made if o.id == id for token in o.token_ids] for id in lengths] == plain
@@ -685,9 +697,9 @@ def test_several_are_drafted_for_again_one_in_a_step(triton_types, tiny_engine, 
 def test_an_idle_engine_times_its_steps_and_then_generates_as_before(triton_types, tiny_engine, drafting_engine):
     request = AddSequence(1, np.zeros(BLOCK_TOKENS + 1, np.int64), 40, SamplingParams(top_k=1), frozenset())
     (plain,), _ = generated(tiny_engine, [(request.input_ids, request.sampling, None)], lengths={1: 40})
-    with looping(drafting_engine) as (connection, drafting):
+    with looping(drafting_engine) as (connection, drafting, thread):
         while drafting.learns:
-            assert not connection.poll(0.1)
+            assert thread.is_alive() and not connection.poll(0.1)
         connection.send(request)
         outputs = [output for report in reports_until_all_ended(connection, 1) for output in report.outputs]
     assert [token for output in outputs for token in output.token_ids] == plain
