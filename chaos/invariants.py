@@ -106,9 +106,10 @@ def _texts(record: Record) -> Iterator[Violation]:
         if one.text == expected or (one.error and expected.startswith(one.text)):
             continue
         others = [text for prompt, text in record.expected.items() if prompt != one.prompt.text]
-        tail = one.text[-20:]  # where its own text goes on like this, it lost or doubled something before
-        foreign = len(one.text) > 20 and tail not in expected
-        foreign = foreign and any(text.startswith(tail) or one.text in text for text in others)
+        tail = one.text[-20:]
+        elsewhere = any(text.startswith(tail) or one.text in text for text in others)
+        # Where its own text goes on like this too, it lost or doubled something before.
+        foreign = len(one.text) > 20 and elsewhere and tail not in expected
         at = next((n for n, pair in enumerate(zip(one.text, expected, strict=False)) if pair[0] != pair[1]), -1)
         seam = f"{one.text[at : at + 40]!r}, must be {expected[at : at + 40]!r}" if at >= 0 else "its length differs"
         detail = f"differs at character {at} of {len(expected)}, {len(one.text)} came: {one}: {seam}"

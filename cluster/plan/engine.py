@@ -152,8 +152,8 @@ class Engine:
         self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
         self._drafted_up_to = self.kind.step.drafted_up_to
         self._most_drafts = self.kind.step.draft_tokens if self._drafted_up_to else 0
-        # Tokens per second with drafts over those without, by the number of sequences from 1 on.
-        self._speedups = [self.kind.step.drafts_speedup(n) for n in range(1, self._drafted_up_to + 1)]
+        # Tokens per second with drafts over those without, by the number of sequences that are drafted for.
+        self._speedups = {n: self.kind.step.drafts_speedup(n) for n in range(1, self._drafted_up_to + 1)}
         self._plain_steps = PlainSteps()
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
@@ -204,9 +204,8 @@ class Engine:
             self.stepped(step_s, steps, self._decoding, self._pace, self._lacked)
         self.steps += steps
         self._context += steps * self._pace
-        if self._most_drafts and self._decoding and not self._drafted:
-            gains = self._decoding <= self._drafted_up_to
-            self._plain_steps.stepped(self._decoding, self._speedups[self._decoding - 1] if gains else 1.0, steps)
+        if self._speedups and self._decoding and not self._drafted:
+            self._plain_steps.stepped(self._decoding, self._speedups.get(self._decoding, 1.0), steps)
         for sequence, part in parts:
             sequence.left -= part
             if sequence.left or sequence.state != "reading":
@@ -269,7 +268,7 @@ class Engine:
             return
         if plain:
             self._draft_no_longer()
-        elif not (self._drafted or self._reading) and len(self.running) <= self._drafted_up_to:
+        elif not self._reading and self._may_draft_again():
             self._draft_again()
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
@@ -281,8 +280,8 @@ class Engine:
             step_s += kind.step.step_s * self.slow
         if not parts and not self._owed_s:
             steps = max(1, self._ends[0][0] - self.steps)
-            if not self._drafted and len(self.running) <= self._drafted_up_to:
-                steps = min(steps, self._plain_steps.left(self._texts(), self._speedups[decoding - 1]) or steps)
+            if self._may_draft_again():
+                steps = min(steps, self._plain_steps.left(self._texts(), self._speedups[decoding]) or steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
             step_s = kind.step.seconds(decoding, context + self._pace * (steps - 1) / 2, 0, drafts) * self.slow
@@ -343,11 +342,19 @@ class Engine:
             self._drafted -= 1
             self._reading = {sequence: None, **self._reading}  # its stream has begun
 
+    def _may_draft_again(self) -> bool:
+        """Return whether all sequences decode plainly and none of them is one too many to be drafted for."""
+        count = len(self.running)
+        return (
+            not self._drafted
+            and count in self._speedups
+            and all(count <= undrafted_from(one.prompt) for one in self.running)
+        )
+
     def _draft_again(self) -> None:
         """Draft for the sequences that decode plainly if it is worth reading each of them again."""
         left = [one.most - self._made(one) for one in self.running]
-        most = min(undrafted_from(one.prompt) for one in self.running)
-        if len(self.running) > most or not self._plain_steps.end(self._texts(), left):
+        if not self._plain_steps.end(self._texts(), left):
             return
         for nth, sequence in enumerate(self.running):
             self._read_again(sequence)

@@ -72,7 +72,7 @@ class DraftLength:
         return self.beside(running) if together <= UNDRAFTED_FROM and self.tries(together) else 0
 
     def tries(self, sequences: int) -> bool:
-        """Return whether to draft for so many sequences: it gains, or RETRY_AFTER requests were not drafted for.
+        """Return whether to draft for so many sequences: it gains, or RETRY_AFTER of a draft model's were refused.
 
         Then what was seen is forgotten, since a few steps of other texts would hardly change it. Where drafts that are
         accepted as expected would not earn their time, none are tried.
