@@ -47,7 +47,7 @@ def step_draft_tokens(most: int, sequences: int) -> int:
     return sum(drafts_beside(most, others) for others in range(sequences))
 
 
-class PlainSteps:
+class DraftResumption:
     """Tells when sequences that decode plainly are drafted for again, all of them, at the cost of reading their texts.
 
     At once where few run that have enough left. More of them once drafts would have saved the time in which their texts
@@ -58,21 +58,21 @@ class PlainSteps:
     def __init__(self) -> None:
         self._lost = 0.0  # plain steps
 
-    def stepped(self, sequences: int, speedup: float, steps: int = 1) -> None:
+    def observe(self, sequences: int, speedup: float, steps: int = 1) -> None:
         """Take in plain steps. speedup: tokens per second of so many sequences with drafts, over those without."""
         if sequences > UNDRAFTED_FROM:
             self._lost = 0.0
         elif speedup >= LEAST_SPEEDUP:
             self._lost += steps * (1 - 1 / speedup)
 
-    def left(self, texts: Sequence[int], speedup: float) -> int | None:
-        """Return how many more steps of these sequences end them; None if their texts grow faster than that."""
+    def steps_left(self, texts: Sequence[int], speedup: float) -> int | None:
+        """Return after how many more plain steps of these sequences it is due; None if their texts grow too fast."""
         lost = 1 - 1 / speedup if speedup >= LEAST_SPEEDUP else 0.0
         each = lost - 2 * len(texts) / READ_PER_STEP
         return max(1, math.ceil((2 * sum(texts) / READ_PER_STEP - self._lost) / each)) if each > 0 else None
 
-    def end(self, texts: Sequence[int], left: Sequence[int]) -> bool:
-        """Return whether they end, given the tokens of each text and how many it may still make; then begin anew."""
+    def due(self, texts: Sequence[int], left: Sequence[int]) -> bool:
+        """Return whether it is due, given the tokens of each text and how many it may still make; if so, begin anew."""
         few = len(left) <= RESUME_UP_TO and min(left) >= RESUME_TOKENS
         if few or self._lost >= 2 * sum(texts) / READ_PER_STEP:
             self._lost = 0.0

@@ -21,7 +21,7 @@ from contract.scheduling import (
     BLOCK_TOKENS,
     MAX_SLOWDOWN,
     WHOLE_PROMPT_TOKENS,
-    PlainSteps,
+    DraftResumption,
     drafts_beside,
     undrafted_from,
 )
@@ -154,7 +154,7 @@ class Engine:
         self._most_drafts = self.kind.step.draft_tokens if self._drafted_up_to else 0
         # Tokens per second with drafts over those without, by the number of sequences that are drafted for.
         self._speedups = {n: self.kind.step.drafts_speedup(n) for n in range(1, self._drafted_up_to + 1)}
-        self._plain_steps = PlainSteps()
+        self._resumption = DraftResumption()
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
         self._lacked = ""
@@ -205,7 +205,7 @@ class Engine:
         self.steps += steps
         self._context += steps * self._pace
         if self._speedups and self._decoding and not self._drafted:
-            self._plain_steps.stepped(self._decoding, self._speedups.get(self._decoding, 1.0), steps)
+            self._resumption.observe(self._decoding, self._speedups.get(self._decoding, 1.0), steps)
         for sequence, part in parts:
             sequence.left -= part
             if sequence.left or sequence.state != "reading":
@@ -281,7 +281,7 @@ class Engine:
         if not parts and not self._owed_s:
             steps = max(1, self._ends[0][0] - self.steps)
             if self._may_draft_again():
-                steps = min(steps, self._plain_steps.left(self._texts(), self._speedups[decoding]) or steps)
+                steps = min(steps, self._resumption.steps_left(self._texts(), self._speedups[decoding]) or steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
             step_s = kind.step.seconds(decoding, context + self._pace * (steps - 1) / 2, 0, drafts) * self.slow
@@ -354,7 +354,7 @@ class Engine:
     def _draft_again(self) -> None:
         """Draft for the sequences that decode plainly if it is worth reading each of them again."""
         left = [one.most - self._made(one) for one in self.running]
-        if not self._plain_steps.end(self._texts(), left):
+        if not self._resumption.due(self._texts(), left):
             return
         for nth, sequence in enumerate(self.running):
             self._read_again(sequence)

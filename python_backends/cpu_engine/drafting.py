@@ -22,11 +22,11 @@ from contract.scheduling import (
     READ_PER_STEP,
     SHARED_DRAFT,
     UNDRAFTED_FROM,
-    PlainSteps,
+    DraftResumption,
     undrafted_from,
 )
 from python_backends.cpu_engine.draft_length import DraftLength
-from python_backends.cpu_engine.lookup import Lookup
+from python_backends.cpu_engine.prompt_lookup import PromptLookup
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
@@ -46,7 +46,7 @@ class _Sequence:
     length: int
     blocks: int
     token_ids: list[int] = field(default_factory=list)
-    lookup: Lookup | None = None
+    lookup: PromptLookup | None = None
 
     @property
     def text(self) -> int:
@@ -66,7 +66,7 @@ class Drafting:
     limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
     load: sets the pipeline; None for an engine that never drafts, and once it was called.
-    returns: whether sequences of the plain pipeline go over to it.
+    returning: whether sequences of the plain pipeline go over to it.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Drafting:
         self._length = DraftLength(limits.max_draft_len, slots)
         self._sequences: dict[int, _Sequence] = {}
         self._plain: dict[int, _Sequence] = {}
-        self._plain_steps = PlainSteps()
-        self.returns = False
+        self._resumption = DraftResumption()
+        self.returning = False
         self._steps = self._accepted = 0
         self._waits = False  # for its pipeline, also where that could not be loaded
         self._loads = False
@@ -130,7 +130,7 @@ class Drafting:
     def _length_of(self, command: AddSequence, running: int, behind: int, blocks: int) -> int:
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
         most = undrafted_from(command.input_ids.size)
-        if self._waits or (running > len(self) and not self.returns) or running + behind >= most or blocks > free:
+        if self._waits or (running > len(self) and not self.returning) or running + behind >= most or blocks > free:
             return 0
         if command.max_tokens <= SHARED_DRAFT:
             return self._length.beside(running=1)  # of one as short as a probe, which shows no gain
@@ -153,11 +153,11 @@ class Drafting:
         """Return the command that continues a sequence of the plain pipeline here, if all are to go over and one can
         now. Call ``take_back`` for it. One in each step, as they leave."""
         plain, drafted = list(self._plain.values()), list(self._sequences.values())
-        self.returns = self.returns and bool(plain) and self._takes(plain, drafted)
-        if not self.returns and plain and not drafted and not self._waits and self._takes(plain, drafted):
+        self.returning = self.returning and bool(plain) and self._takes(plain, drafted)
+        if not self.returning and plain and not drafted and not self._waits and self._takes(plain, drafted):
             started = all(map(_started, plain)) and self._length.tries(len(plain))
-            self.returns = started and self._plain_steps.end([one.text for one in plain], [one.left for one in plain])
-        ready = filter(_started, plain if self.returns else ())
+            self.returning = started and self._resumption.due([one.text for one in plain], [one.left for one in plain])
+        ready = filter(_started, plain if self.returning else ())
         chosen = max(ready, key=lambda one: one.left, default=None)
         return _continued(chosen) if chosen else None
 
@@ -220,7 +220,7 @@ class Drafting:
         """Take in what drafts of a plain sequence would have given, of as many as could have some."""
         if not position and sum(one.lookup is not None for one in self._plain.values()) < UNDRAFTED_FROM:
             ids = np.concatenate([sequence.command.input_ids, token_ids])
-            sequence.lookup = Lookup(ids, self._ngram_size, self._limits.max_draft_len)
+            sequence.lookup = PromptLookup(ids, self._ngram_size, self._limits.max_draft_len)
         elif sequence.lookup is not None:
             for nth, id in enumerate(token_ids, position):
                 accepted = sequence.lookup.add(id)
@@ -235,7 +235,7 @@ class Drafting:
         if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
             return
         if not drafts and not idle:
-            self._plain_steps.stepped(sequences, self._length.speedup(sequences) if sequences else 1.0)
+            self._resumption.observe(sequences, self._length.speedup(sequences) if sequences else 1.0)
         if all(sequence.token_ids for sequence in (self._sequences if drafts else self._plain).values()):
             self._length.timed(sequences, taken_s, drafts=drafts, idle=idle)
 

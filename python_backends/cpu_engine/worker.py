@@ -314,7 +314,7 @@ class StepLoop:
         One in each step, since it is read again: together they would stop all streams for as long as all of them take.
         None in the step that reads the first prompt of the plain pipeline, which would wait for it.
         """
-        if not self._drafting or self._drafting.returns or not (self._plain() or self._drafting.loses()):
+        if not self._drafting or self._drafting.returning or not (self._plain() or self._drafting.loses()):
             return
         waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
         command = None if waits else self._drafting.leave(self._partial_blocks.starts)
@@ -330,7 +330,7 @@ class StepLoop:
     def _return_to_drafting(self) -> None:
         """Continue a sequence of the plain pipeline in the one that drafts, where few are left of a busier time."""
         if self._prompts or self._piece is not None:
-            self._drafting.returns = False  # the plain pipeline is to read these
+            self._drafting.returning = False  # the plain pipeline is to read these
             return
         if self._unscored or self._leaving:
             return

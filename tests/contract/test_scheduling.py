@@ -8,7 +8,7 @@ from contract.scheduling import (
     RESUME_UP_TO,
     SHARED_DRAFT,
     UNDRAFTED_FROM,
-    PlainSteps,
+    DraftResumption,
     drafts_beside,
 )
 
@@ -24,39 +24,39 @@ MANY = st.lists(st.integers(1, 2000), min_size=RESUME_UP_TO + 1, max_size=UNDRAF
 
 @given(MANY, st.floats(LEAST_SPEEDUP, 4), st.integers(1, 50))
 def test_plain_steps_of_many_end_when_drafts_would_have_saved_two_readings_of_their_texts(texts, speedup, steps):
-    plain, left, made = PlainSteps(), [1000] * len(texts), 0
-    while not plain.end(texts, left):
-        plain.stepped(len(texts), speedup, steps)
+    resumption, left, made = DraftResumption(), [1000] * len(texts), 0
+    while not resumption.due(texts, left):
+        resumption.observe(len(texts), speedup, steps)
         made += steps
     saved, reading = made * (1 - 1 / speedup), 2 * sum(texts) / READ_PER_STEP
     assert reading <= saved * (1 + 1e-9) and saved <= reading + steps
-    assert not plain.end(texts, left)
+    assert not resumption.due(texts, left)
 
 
 def test_plain_steps_of_few_end_at_once_where_they_have_enough_left():
-    plain = PlainSteps()
-    assert plain.end([500] * RESUME_UP_TO, [RESUME_TOKENS] * RESUME_UP_TO)
-    assert not plain.end([500], [RESUME_TOKENS - 1])
+    resumption = DraftResumption()
+    assert resumption.due([500] * RESUME_UP_TO, [RESUME_TOKENS] * RESUME_UP_TO)
+    assert not resumption.due([500], [RESUME_TOKENS - 1])
 
 
 @given(MANY, st.floats(1.1, 4), st.integers(0, 100))
 def test_it_is_told_how_many_more_of_them_there_are(texts, speedup, before):
-    plain, made = PlainSteps(), 0
-    plain.stepped(len(texts), speedup, before)
-    left = plain.left(texts, speedup)
+    resumption, made = DraftResumption(), 0
+    resumption.observe(len(texts), speedup, before)
+    left = resumption.steps_left(texts, speedup)
     for _ in range(left or 1000):
-        assert not made or not plain.end([text + made for text in texts], [1000] * len(texts))
-        plain.stepped(len(texts), speedup)
+        assert not made or not resumption.due([text + made for text in texts], [1000] * len(texts))
+        resumption.observe(len(texts), speedup)
         made += 1
     if left:
-        plain.stepped(len(texts), speedup)  # rounding may take one more
-        assert plain.end([text + made for text in texts], [1000] * len(texts))
+        resumption.observe(len(texts), speedup)  # rounding may take one more
+        assert resumption.due([text + made for text in texts], [1000] * len(texts))
 
 
 @given(MANY)
 def test_a_busier_time_and_drafts_that_gain_too_little_let_plain_steps_go_on(texts):
-    plain, left = PlainSteps(), [1000] * len(texts)
-    plain.stepped(len(texts), 2.0, 10_000)
-    plain.stepped(UNDRAFTED_FROM + 1, 1.0)
-    plain.stepped(len(texts), LEAST_SPEEDUP - 0.01, 10_000)
-    assert not plain.end(texts, left)
+    resumption, left = DraftResumption(), [1000] * len(texts)
+    resumption.observe(len(texts), 2.0, 10_000)
+    resumption.observe(UNDRAFTED_FROM + 1, 1.0)
+    resumption.observe(len(texts), LEAST_SPEEDUP - 0.01, 10_000)
+    assert not resumption.due(texts, left)

@@ -36,9 +36,9 @@ from contract.scheduling import (
 )
 from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.cpu_engine.lookup import Lookup
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
+from python_backends.cpu_engine.prompt_lookup import PromptLookup
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
@@ -314,10 +314,10 @@ def test_more_come_back_when_plain_steps_have_lost_the_time_that_it_takes():
     drafting.end(count)
     # One that comes meanwhile begins there, and they go on if one ends.
     drafting.take_back(drafting.back(), genai.GenerationConfig())
-    assert drafting.returns and drafting.admit(command(count + 1), genai.GenerationConfig(), running=count)
+    assert drafting.returning and drafting.admit(command(count + 1), genai.GenerationConfig(), running=count)
     drafting.end(1)
     assert len(taken_back(drafting)) == count - 2
-    assert not drafting.returns
+    assert not drafting.returning
 
 
 def test_sequences_whose_texts_have_grown_long_come_back_too():
@@ -343,7 +343,7 @@ def test_sequences_do_not_go_on_coming_back_when_one_too_many_runs():
     drafting.take_back(drafting.back(), genai.GenerationConfig())
     assert not drafting.admit(command(count), genai.GenerationConfig(), running=count)
     drafting.follow(command(count))
-    assert drafting.back() is None and not drafting.returns
+    assert drafting.back() is None and not drafting.returning
     assert drafting.leave(started) is not None
 
 
@@ -532,7 +532,7 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
 def test_what_plain_answers_tell_of_drafts_is_what_they_give(triton_types, drafting_engine, gaining_drafts, prompt):
     [made], listener = generated(drafting_engine, [(prompt, SamplingParams(top_k=1), None)])
     steps = [o.token_ids for report in listener.reports for o in report.outputs if o.id == 1 and o.token_ids]
-    lookup = Lookup(np.array(prompt + made[:1]), SPECULATION["ngram_size"], SPECULATION["max_draft_len"])
+    lookup = PromptLookup(np.array(prompt + made[:1]), SPECULATION["ngram_size"], SPECULATION["max_draft_len"])
     told = [accepted for accepted in map(lookup.add, made[1:]) if accepted is not None]
     assert len(steps) > 2 and told[: len(steps) - 2] == [len(step) - 1 for step in steps[1:-1]]
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.lookup import Lookup
+from python_backends.cpu_engine.prompt_lookup import PromptLookup
 
 
 def drafts(ids: list[int], ngram_size: int, length: int) -> list[int]:
@@ -38,6 +38,6 @@ TOKENS = st.integers(0, 3) | st.integers(0, 200_000)
 
 @given(st.lists(TOKENS, min_size=1, max_size=30), st.lists(TOKENS, min_size=1), st.integers(1, 4), st.integers(1, 8))
 def test_it_counts_what_steps_would_have_accepted(prompt, made, ngram_size, length):
-    lookup = Lookup(np.array(prompt + made[:1]), ngram_size, length)
+    lookup = PromptLookup(np.array(prompt + made[:1]), ngram_size, length)
     counts = [count for count in map(lookup.add, made[1:]) if count is not None]
     assert counts == accepted(prompt, made, ngram_size, length)

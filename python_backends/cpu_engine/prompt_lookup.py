@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-class Lookup:
+class PromptLookup:
     """Drafts of a sequence by OpenVINO GenAI's rule: what followed the first place in its text of its last tokens, of
     as many of them as occur before.
 
