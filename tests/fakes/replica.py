@@ -143,7 +143,7 @@ class FakeReplica:
         self._random = random.Random(seed)
         self._server: grpc.aio.Server | None = None
         self._metrics: asyncio.Server | None = None
-        self._pages: set[asyncio.Task] = set()
+        self._pages: dict[asyncio.Task, asyncio.StreamWriter] = {}
 
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, tls: grpc.ServerCredentials | None = None
@@ -155,7 +155,7 @@ class FakeReplica:
         address = f"{host}:{port}"
         bound = self._server.add_secure_port(address, tls) if tls else self._server.add_insecure_port(address)
         await self._server.start()
-        self._metrics = await asyncio.start_server(self._serve_metrics, host, 0)
+        self._metrics = await asyncio.start_server(self._answer_metrics, host, 0)
         self.url = f"{host}:{bound}"
         self.metrics_url = f"http://{host}:{self._metrics.sockets[0].getsockname()[1]}/metrics"
         return self
@@ -163,11 +163,17 @@ class FakeReplica:
     async def stop(self, grace_s: float | None = None) -> None:
         """Ends at once (streams see UNAVAILABLE or CANCELLED), or after ``grace_s``."""
         if self._metrics:
+            # A connection accepted just before is lost if the server closes at once (CPython 3.11: an assertion
+            # when it attaches): accept no more, let the loop make the accepted ones pages, and close then.
+            asyncio.get_running_loop().remove_reader(self._metrics.sockets[0].fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
             self._metrics.close()
-        pages = tuple(self._pages)
-        for page in pages:
+            self._metrics = None
+        for page, writer in self._pages.items():
             page.cancel()
-        await asyncio.gather(*pages, return_exceptions=True)
+            writer.transport.abort()  # a page cancelled before its first step would not close it
+        await asyncio.gather(*self._pages, return_exceptions=True)
         if self._server:
             await self._server.stop(grace_s)
 
@@ -214,8 +220,12 @@ class FakeReplica:
             lines += [f'trident_engine_info{{engine="fake",manifest_sha256="{self.engine}"}} 1']
         return "\n".join(lines) + "\n"
 
+    def _answer_metrics(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        page = asyncio.create_task(self._serve_metrics(reader, writer))
+        self._pages[page] = writer
+        page.add_done_callback(self._pages.pop)
+
     async def _serve_metrics(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._pages.add(asyncio.current_task())
         try:
             await reader.readuntil(b"\r\n\r\n")
             body = self.metrics_page().encode()
@@ -228,7 +238,6 @@ class FakeReplica:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            self._pages.discard(asyncio.current_task())
 
     async def generate(self, seen: SeenRequest, context: grpc.aio.ServicerContext, asked_empty_final: bool):
         """Yields serialized ModelStreamInferResponse messages as the script says."""
