@@ -44,7 +44,7 @@ class ProbeResult:
 async def probe(settings: Settings, timeout_s: float, model: str = ENSEMBLE) -> ProbeResult:
     """Send one request to ``model`` on a new connection."""
     tls = TLS(settings.tls_ca or settings.tls_cert, server_name=settings.tls_name) if settings.tls_cert else None
-    channel = AsyncChannel(Connection(settings.grpc_url, tls))
+    channel = AsyncChannel(Connection(settings.grpc_url, tls), shared=False)
 
     def send(generation: GenerationRequest, remaining_s: float) -> grpc.aio.UnaryStreamCall:
         return channel.generate(request(generation.request_id), remaining_s, ())

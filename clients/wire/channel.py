@@ -22,11 +22,14 @@ Metadata = tuple[tuple[str, str], ...]
 class AsyncChannel:
     """A channel that opens with its first call, on the running event loop, and again if it is used on another one.
 
+    shared: whether gRPC may use a TCP connection that another channel of this process opened to the same server. If
+    that one could not connect, a call fails at once until its back-off is over, even when the server is there by now.
     Raises InvalidArgument for TLS files that cannot be used.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, shared: bool = True) -> None:
         self.connection = connection
+        self._options = connection.options() + ([] if shared else [("grpc.use_local_subchannel_pool", 1)])
         self._credentials = connection.tls.credentials() if connection.tls else None
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
@@ -93,7 +96,7 @@ class AsyncChannel:
         running = asyncio.get_running_loop()
         if self._channel is None or self._loop is not running:
             self._loop = running
-            url, options, credentials = self.url, self.connection.options(), self._credentials
+            url, options, credentials = self.url, self._options, self._credentials
             self._channel = (
                 grpc.aio.secure_channel(url, credentials, options)
                 if credentials

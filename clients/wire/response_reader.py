@@ -63,10 +63,9 @@ class ResponseReader:
             return None
         if final or delta.finish_reason is not None:
             if delta.finish_reason is FinishReason.ERROR:
-                error = failures.from_error_message(delta.error) if delta.error else EngineFailed("no reason given")
                 if not (delta.text or delta.token_ids):
-                    raise error
-                self.deferred_error = error
+                    raise _error_of(delta)
+                self.deferred_error = _error_of(delta)
                 delta = dataclasses.replace(delta, finish_reason=None, error="", usage=None, timings=None)
             else:
                 self.complete = True
@@ -101,3 +100,7 @@ class ResponseReader:
 
     def _position(self, at_start: str) -> str:
         return f"after {self.tokens} tokens" if self.started else at_start
+
+
+def _error_of(delta: TokenDelta) -> TridentError:
+    return failures.from_error_message(delta.error) if delta.error else EngineFailed("no reason given")

@@ -249,7 +249,10 @@ class TokenStream:
                     raise Cancelled(f"request {self.request_id} was closed while it waited to be tried again")
                 return
         self._ended = True
-        raise error from cause
+        try:
+            raise error from cause
+        finally:  # else its traceback holds this frame, and with it the call and its channel, until Python collects it
+            del error, cause
 
     async def _drain(self) -> None:
         """Read up to the status after the last delta, so that the server does not see a cancel."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import queue
+import socket
+import urllib.parse
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +15,7 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 
 from contract.errors import InvalidArgument
-from tests.fakes.replica import Script
+from tests.fakes.replica import FakeReplica, Script, echo
 
 
 def inputs(prompt: str, max_tokens: int) -> list[tritonclient.grpc.InferInput]:
@@ -62,3 +67,16 @@ def test_a_decoupled_model_refuses_the_unary_call_as_triton_does(threaded_replic
     with tritonclient.grpc.InferenceServerClient(threaded_replica.url) as client:
         with pytest.raises(tritonclient.grpc.InferenceServerException, match="decoupled transaction policy"):
             client.infer("ensemble", inputs("x", 1))
+
+
+@pytest.mark.parametrize("passes", range(8))
+async def test_a_connection_taken_while_it_stops_is_closed(passes: int) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        async with FakeReplica(echo) as replica:
+            url = urllib.parse.urlparse(replica.metrics_url)
+            with socket.create_connection((url.hostname, url.port)):
+                for _ in range(passes):
+                    await asyncio.sleep(0)
+        gc.collect()
+    assert [str(warning.message) for warning in told] == []

@@ -4,17 +4,19 @@ import asyncio
 import struct
 from dataclasses import replace
 
+import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
 from clients.wire import failures
+from clients.wire.connection import Connection
 from contract.errors import DeadlineExceeded, EngineFailed, Overloaded
 from contract.generation import FinishReason
 from server import liveness_probe
 from server.liveness_probe import Outcome, ProbeResult, passes
 from server.server_metrics import ServerMetrics
 from server.settings import Settings
-from tests.fakes.replica import Script, replica_in_thread
+from tests.fakes.replica import FakeReplica, Script, replica_in_thread
 
 BEFORE = ServerMetrics(responses=100, in_engine=4, steps=50)
 AFTER = ServerMetrics(responses=102, in_engine=4, steps=52)
@@ -50,6 +52,19 @@ def test_each_probe_has_its_own_id_and_is_judged_by_its_answer(script, outcome):
             timeout_s = 0.5 if outcome is Outcome.TIMED_OUT else 60.0
             assert asyncio.run(liveness_probe.probe(Settings(grpc_port=port), timeout_s)).outcome is outcome
         assert len({seen.id for seen in server.seen}) == 2
+
+
+async def test_a_server_that_just_came_up_passes_while_other_connections_still_back_off(unused_tcp_port):
+    url, script = f"127.0.0.1:{unused_tcp_port}", Script(("a",), FinishReason.LENGTH)
+    options = Connection(url).options()
+    settings = Settings(grpc_port=unused_tcp_port)
+    async with grpc.aio.insecure_channel(url, options) as other:
+        other.get_state(try_to_connect=True)
+        while other.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            await asyncio.sleep(0)
+        assert (await liveness_probe.probe(settings, 60.0)).outcome is Outcome.FAILED
+        async with await FakeReplica(lambda seen: script).start(port=unused_tcp_port):
+            assert await liveness_probe.probe(settings, 60.0) == ProbeResult(Outcome.PASSED)
 
 
 def test_a_stream_that_stops_or_reaches_its_length_passes():

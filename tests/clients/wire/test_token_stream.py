@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import grpc
 import pytest
@@ -348,6 +350,29 @@ async def test_a_failure_that_would_fail_again_is_raised_at_once(replica, playli
         with pytest.raises(kind, match=message):
             await client.complete("x")
     assert len(replica.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(refuse=Overloaded("full")),
+        Script(ABC, fail_after=2, error=EngineFailed("late")),
+        Script(ABC, status_after=2),
+    ],
+)
+async def test_a_failed_stream_is_freed_at_once(replica, playlist, script) -> None:
+    playlist.set(script)
+    async with AsyncClient(replica.url, retry=NO_RETRY) as client:
+        stream = client.generate("x")
+        freed = weakref.ref(stream)
+        gc.disable()
+        try:
+            with pytest.raises(TridentError):
+                await stream.complete()
+            del stream
+            assert freed() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
