@@ -68,8 +68,10 @@ class DraftResumption:
     def steps_left(self, texts: Sequence[int], speedup: float) -> int | None:
         """Return after how many more plain steps of these sequences it is due; None if their texts grow too fast."""
         lost = 1 - 1 / speedup if speedup >= LEAST_SPEEDUP else 0.0
-        each = lost - 2 * len(texts) / READ_PER_STEP
-        return max(1, math.ceil((2 * sum(texts) / READ_PER_STEP - self._lost) / each)) if each > 0 else None
+        each, missing = lost - 2 * len(texts) / READ_PER_STEP, 2 * sum(texts) / READ_PER_STEP - self._lost
+        if missing > 0 and each < 1e-9:  # 0, with what floats round
+            return None
+        return max(1, math.ceil(missing / each)) if missing > 0 else 1
 
     def due(self, texts: Sequence[int], left: Sequence[int]) -> bool:
         """Return whether it is due, given the tokens of each text and how many it may still make; if so, begin anew."""

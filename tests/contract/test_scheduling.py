@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract.scheduling import (
@@ -39,18 +39,20 @@ def test_plain_steps_of_few_end_at_once_where_they_have_enough_left():
     assert not resumption.due([500], [RESUME_TOKENS - 1])
 
 
-@given(MANY, st.floats(1.1, 4), st.integers(0, 100))
-def test_it_is_told_how_many_more_of_them_there_are(texts, speedup, before):
-    resumption, made = DraftResumption(), 0
+@given(MANY, st.floats(1.1, 4), st.integers(0, 100), st.floats(0, 1))
+@example([1] * 8, 2.9, 100, 1.0)  # it is due, though a step saves less than their texts grow by
+@example([1] * 8, 3.0, 0, 1.0)  # a step saves what their texts grow by, but for rounding
+def test_it_is_told_how_many_more_of_them_there_are(texts, speedup, before, share):
+    resumption = DraftResumption()
     resumption.observe(len(texts), speedup, before)
     left = resumption.steps_left(texts, speedup)
-    for _ in range(left or 1000):
-        assert not made or not resumption.due([text + made for text in texts], [1000] * len(texts))
-        resumption.observe(len(texts), speedup)
-        made += 1
-    if left:
-        resumption.observe(len(texts), speedup)  # rounding may take one more
-        assert resumption.due([text + made for text in texts], [1000] * len(texts))
+    made = int(share * (left or 1000))
+    if 0 < made and made != left:
+        resumption.observe(len(texts), speedup, made)
+        assert not resumption.due([text + made for text in texts], [1000] * len(texts))
+    elif left and not resumption.due(texts, [1000] * len(texts)):
+        resumption.observe(len(texts), speedup, left + 1)  # rounding may take one more
+        assert resumption.due([text + left for text in texts], [1000] * len(texts))
 
 
 @given(MANY)
