@@ -167,7 +167,11 @@ async def test_two_hung_tokenizers_are_both_replaced(replica):
     assert len(hung) == 2, "a stub of a model that was reloaded before still runs"
     before = replica.status
     await hang(replica, 0, *hung)
-    assert not {found.pid for found in replica.stubs("tokenizer")} & set(hung)
+    deadline_s = time.monotonic() + PATIENCE_S
+    # The one that was found second may still have its grace when the reloaded model is ready.
+    while {found.pid for found in replica.stubs("tokenizer")} & set(hung):
+        assert time.monotonic() < deadline_s, replica.stubs("tokenizer")
+        await asyncio.sleep(0.02)
     assert replica.status.restarts == before.restarts
     await serves_whole(replica)
 
