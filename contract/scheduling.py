@@ -67,11 +67,12 @@ class DraftResumption:
 
     def steps_left(self, texts: Sequence[int], speedup: float) -> int | None:
         """Return after how many more plain steps of these sequences it is due; None if their texts grow too fast."""
+        missing = 2 * sum(texts) / READ_PER_STEP - self._lost
+        if missing <= 0:
+            return 1
         lost = 1 - 1 / speedup if speedup >= LEAST_SPEEDUP else 0.0
-        each, missing = lost - 2 * len(texts) / READ_PER_STEP, 2 * sum(texts) / READ_PER_STEP - self._lost
-        if missing > 0 and each < 1e-9:  # 0, with what floats round
-            return None
-        return max(1, math.ceil(missing / each)) if missing > 0 else 1
+        each = lost - 2 * len(texts) / READ_PER_STEP
+        return math.ceil(missing / each) if each > 1e-9 else None  # less is a rounding error
 
     def due(self, texts: Sequence[int], left: Sequence[int]) -> bool:
         """Return whether it is due, given the tokens of each text and how many it may still make; if so, begin anew."""

@@ -102,5 +102,6 @@ class ResponseReader:
         return f"after {self.tokens} tokens" if self.started else at_start
 
 
+# Its caller keeps the error in no variable: with the traceback that would form a reference cycle.
 def _error_of(delta: TokenDelta) -> TridentError:
     return failures.from_error_message(delta.error) if delta.error else EngineFailed("no reason given")

@@ -251,7 +251,7 @@ class TokenStream:
         self._ended = True
         try:
             raise error from cause
-        finally:  # else its traceback holds this frame, and with it the call and its channel, until Python collects it
+        finally:  # else error and traceback form a cycle that keeps the call and its channel until a garbage collection
             del error, cause
 
     async def _drain(self) -> None:

@@ -164,7 +164,7 @@ class FakeReplica:
         """Ends at once (streams see UNAVAILABLE or CANCELLED), or after ``grace_s``."""
         if self._metrics:
             # A connection accepted just before is lost if the server closes at once (CPython 3.11: an assertion
-            # when it attaches): accept no more, let the loop make the accepted ones pages, and close then.
+            # when it attaches): accept no more, let the event loop hand over the accepted ones, and close then.
             asyncio.get_running_loop().remove_reader(self._metrics.sockets[0].fileno())
             for _ in range(3):
                 await asyncio.sleep(0)
