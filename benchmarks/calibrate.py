@@ -180,15 +180,20 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     return found
 
 
-def settled(model: StepModel, served: Callable[[], tuple[list[Record], float]]) -> StepModel:
+def settled(
+    model: StepModel, served: Callable[[], tuple[list[Record], float]], reference_s: Callable[[], float]
+) -> StepModel:
     """Return the model with the steps in service of two loads that agree, of the last two where none do.
 
     served: sends a load and returns its requests and the CPU seconds of a response.
+    reference_s: measures the reference trials, here before each load and after the last: they tell how fast the machine
+        was while it served the loads that count.
     """
     rounds: list[tuple[StepModel, list[Record], float]] = []
-    differ = math.inf
+    references, differ = [reference_s()], math.inf
     while differ > AGREED and len(rounds) < SERVICE_ROUNDS:
         records, response_cpu_s = served()
+        references.append(reference_s())
         found = in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), records)
         rounds.append((found, records, response_cpu_s))
         if len(rounds) > 1:
@@ -197,8 +202,8 @@ def settled(model: StepModel, served: Callable[[], tuple[list[Record], float]]) 
     if differ > AGREED:
         print("  the machine's speed changes too much: forecasts by this model are doubtful")
     (_, before, before_cpu_s), (_, last, last_cpu_s) = rounds[-2:]
-    response_cpu_s = (before_cpu_s + last_cpu_s) / 2
-    return in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), before + last)
+    response_cpu_s, middle_s = (before_cpu_s + last_cpu_s) / 2, statistics.geometric_mean(references[-3:])
+    return in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s, reference_s=middle_s), before + last)
 
 
 def apart(one: StepModel, other: StepModel) -> float:
@@ -373,12 +378,14 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
         finally:
             await target.close()
 
-    model = settled(model, lambda: asyncio.run(served()))
-    reference_s = speed.reference_s(server, folder, engine)
+    model = settled(
+        model,
+        lambda: asyncio.run(served()),
+        lambda: speed.reference_s(server, folder, engine, rounds=1),
+    )
     trials_s = speed.middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
-    if step_model.drifted(ratio := reference_s / trials_s):
-        print(f"  steps now take {ratio:.2f} times what they took in the trials: calibrate again")
-    model = dataclasses.replace(model, reference_s=reference_s)
+    if step_model.drifted(ratio := model.reference_s / trials_s):
+        print(f"  beside the loads steps took {ratio:.2f} times what they took in the trials: calibrate again")
     path = model.save(out or folder)
     kept.unlink()
     print(f"  written: {path}")

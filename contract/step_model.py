@@ -67,7 +67,8 @@ class StepModel:
     request_s: seconds until a request's first token that no step takes: transport, tokenizer, detokenizer.
     idle_s: by which the first step after a pause is longer.
     spread: standard deviation of the logarithm of the time of a step with prompts, in service.
-    reference_s: geometric mean of a few trials' steps, which tell later how fast the machine is then; 0 of an estimate.
+    reference_s: geometric mean of the steps of a few trials, which tell later how fast the machine is then; 0 of an
+        estimate.
     step_s: of every step. first_sequence_s: for each of the first ``FEW`` sequences. sequence_s: for every sequence.
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.

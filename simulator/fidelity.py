@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import statistics
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -84,10 +85,11 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 compared[part].real.extend(real)
                 for again, replay in enumerate(compared[part].replays):
                     replay += run(forecast_of, seed + again).everyone
-        ratios.append(speed.steps_take(server))
+                if part == LOADS[-1]:
+                    ratios.append(speed.steps_take(server, rounds=1))
     if not all(load.real for load in compared.values()):
         raise InvalidArgument("seconds", f"must be long enough for a request of each load, got {seconds:g}")
-    steps_take = max(ratios, key=lambda ratio: abs(ratio - 1))
+    steps_take = statistics.geometric_mean(ratios)
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
     print(f"  {step_model.described_drift(steps_take)}")

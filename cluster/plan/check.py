@@ -5,7 +5,7 @@
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
 sequences, in turns. The requests of an open load are written as a trace, which the bench replays. The largest errors
 are kept beside the step model, and told with every plan that it makes, unless other processes used the machine
-meanwhile or its speed is another than when the engine was calibrated: steps are measured before and after.
+meanwhile or its speed is another than when the engine was calibrated: steps are measured before each turn and after.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from cluster.plan.planner import CHECKED, kind_of, load_of, operating_point
@@ -39,7 +39,7 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s"
 @dataclass(frozen=True)
 class Compared:
     """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile.
-    steps_take: times what steps took when the engine was calibrated, before and after all loads; the one farther off.
+    steps_take: times what steps took when the engine was calibrated, the geometric mean of the turns.
     """
 
     load: str
@@ -69,12 +69,12 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
     turns: dict[str, list[Compared]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        before = _steps_take(given.engine, folder)
+        ratios = [_steps_take(given.engine, folder)]
         for nth in range(ROUNDS):
             for name, expected, options in _loads(given, replica, scenario.seed + nth, rate, clients, turn_s, folder):
                 turns.setdefault(name, []).append(_compared(name, expected, [*options, *timing], folder))
-        steps_take = max(before, _steps_take(given.engine, folder), key=lambda ratio: abs(ratio - 1))
-    found = [_mean(each, steps_take) for each in turns.values()]
+            ratios.append(_steps_take(given.engine, folder))
+    found = [_mean(each, geometric_mean(ratios)) for each in turns.values()]
     keep(Path(given.engine), replica.step.made, found)
     return found
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import statistics
 from pathlib import Path
 
 import pytest
@@ -170,8 +171,11 @@ def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
     ):
         loads = [([Record(0, ratio, ratio)], 0.001 * ratio) for ratio in times]
         sent = iter(loads)
-        found = calibrate.settled(SOME, lambda sent=sent: next(sent))
-        assert len(list(sent)) == len(times) - used
+        references = iter([0.9, *times])  # before the first load and after each
+        found = calibrate.settled(SOME, lambda sent=sent: next(sent), lambda references=references: next(references))
+        assert len(list(sent)) == len(list(references)) == len(times) - used
+        around = [0.9, *times][used - 2 : used + 1]  # the two that count
+        assert found.reference_s == pytest.approx(statistics.geometric_mean(around))
         assert found.response_cpu_s == pytest.approx(0.001 * (times[used - 2] + times[used - 1]) / 2)
         said = capsys.readouterr().out
         assert f"differ by {differ} at most" in said and ("doubtful" in said) == (differ == "41%")

@@ -62,6 +62,15 @@ def test_a_machine_that_became_slower_is_told(replica, tmp_path, capsys, times):
     assert f"steps take {times:.2f} times" in told and ("calibrate again" in told) == (times != 1.0)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_each_trial_runs_once_a_round(replica, rounds):
+    server, target, _ = replica
+    target.requests.clear()
+    assert speed.steps_take(server, rounds=rounds) == pytest.approx(1.0, rel=1e-3)
+    probes = [request for request in target.requests if request.max_tokens == 1]
+    assert len(probes) == rounds * step_trials.PROBES
+
+
 def test_what_was_not_measured_has_no_speed(replica, tmp_path):
     server, _, known = replica
     with pytest.raises(InvalidArgument, match="^engine: must name the replica's engine"):
