@@ -9,7 +9,7 @@ import json
 import random
 import resource
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     pool = toml_table.checked(Pool, {"engine": engine, "send_s": 0.0, "shared": True}, "fidelity")
     request_s = _request_s(pool, prompts_of, answers, random.Random(seed))
     before, used_s = machine.cpu_time(), _used_s()
-    compared = {part: _Compared() for part in LOADS}
+    compared: dict[float, list[_Compared]] = {part: [] for part in LOADS}
     turns = [(LOADS[-1], seconds), *((part, seconds / ROUNDS) for _ in range(ROUNDS) for part in LOADS)]
     with TemporaryDirectory() as logs, running_server(engine) as server:
         settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
@@ -82,22 +82,20 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
                 people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
                 forecast_of = Scenario(duration_s=turn_s + 2.0, pools={"main": pool}, personas=people)
-                compared[part].real.extend(real)
-                for again, replay in enumerate(compared[part].replays):
-                    replay += run(forecast_of, seed + again).everyone
+                replays = [run(forecast_of, seed + again).everyone for again in range(REPLAYS)]
+                compared[part].append(_Compared(real, replays))
                 if part == LOADS[-1]:
                     ratios.append(speed.steps_take(server, rounds=1))
-    if not all(load.real for load in compared.values()):
+    loads = {part: _together(each) for part, each in compared.items()}
+    if not all(load.real for load in loads.values()):
         raise InvalidArgument("seconds", f"must be long enough for a request of each load, got {seconds:g}")
     steps_take = statistics.geometric_mean(ratios)
     others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
     print(report.disturbance(others))
     print(f"  {step_model.described_drift(steps_take)}")
-    names = ("load", "measured, ms", "simulated, ms", "error", "std dev of replays")
-    print(table([row for part, load in compared.items() for row in load.rows(f"{part:.0%}")], names))
-    worst = {
-        f"{what}_p{q}_error": max((load.error(what, q) for load in compared.values()), key=abs) for what, q in _SHOWN
-    }
+    names = ("load", "measured, ms", "simulated, ms", "error", "of each turn", "std dev of replays")
+    print(table([row for part, load in loads.items() for row in load.rows(f"{part:.0%}", compared[part])], names))
+    worst = {f"{what}_p{q}_error": max((load.error(what, q) for load in loads.values()), key=abs) for what, q in _SHOWN}
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
     found |= {
         "when": datetime.now(timezone.utc).date().isoformat(),
@@ -116,10 +114,10 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
 
 @dataclass(frozen=True)
 class _Compared:
-    """One load: what its requests got, and what they got in each replay."""
+    """One load, or one turn of it: what its requests got, and what they got in each replay."""
 
-    real: list[Record] = field(default_factory=list)
-    replays: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(REPLAYS)])
+    real: list[Record]
+    replays: list[list[Record]]
 
     def forecast(self, what: str, q: int) -> float:
         return _percentile([record for replay in self.replays for record in replay], what, q)
@@ -131,17 +129,26 @@ class _Compared:
         """Return the error that a load of so many requests shows by chance: the standard deviation of the replays."""
         return float(np.std([_percentile(replay, what, q) for replay in self.replays])) / self.forecast(what, q)
 
-    def rows(self, load: str) -> list[tuple[str, ...]]:
+    def rows(self, load: str, turns: list[_Compared]) -> list[tuple[str, ...]]:
         return [
             (
                 f"{load}, {len(self.real)} requests: {what} p{q}",
                 ms(_percentile(self.real, what, q)),
                 ms(self.forecast(what, q)),
                 share(self.error(what, q)),
+                ", ".join(f"{turn.error(what, q):+.0%}" for turn in turns if turn.real),
                 f"±{self.chance(what, q):.0%}",
             )
             for what, q in _SHOWN
         ]
+
+
+def _together(turns: list[_Compared]) -> _Compared:
+    """Return the load of some turns."""
+    replays = [
+        [record for part in again for record in part] for again in zip(*(turn.replays for turn in turns), strict=True)
+    ]
+    return _Compared([record for turn in turns for record in turn.real], replays)
 
 
 def _request_s(pool: Pool, prompts_of: Lengths, answers: Lengths, rng: random.Random) -> float:

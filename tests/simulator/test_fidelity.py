@@ -58,3 +58,16 @@ def test_the_error_is_that_of_all_replays_and_chance_is_how_much_they_differ():
     assert load.chance("ttft", 50) == pytest.approx(2.0 / 3.0)  # medians 2 and 6
     alike = fidelity._Compared(_records(1.0), [_records(1.0), _records(1.0)])
     assert (alike.error("latency", 95), alike.chance("latency", 95)) == (0.0, 0.0)
+
+
+def test_a_load_is_all_its_turns_and_shows_the_error_of_each():
+    turns = [
+        fidelity._Compared(_records(1.0), [_records(1.1), _records(1.1)]),
+        fidelity._Compared(_records(2.0), [_records(1.0), _records(1.0)]),
+        fidelity._Compared([], [[], []]),  # no request came
+    ]
+    load = fidelity._together(turns)
+    assert [record.ttft_s for record in load.real] == [1.0, 2.0]
+    assert [[record.ttft_s for record in replay] for replay in load.replays] == [[1.1, 1.0]] * 2
+    first, *_ = load.rows("25%", turns)
+    assert first[0] == "25%, 2 requests: ttft p50" and first[4] == "+10%, -50%"
