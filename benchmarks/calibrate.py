@@ -181,19 +181,20 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
 
 
 def settled(
-    model: StepModel, served: Callable[[], tuple[list[Record], float]], reference_s: Callable[[], float]
+    model: StepModel, served: Callable[[], tuple[list[Record], float]], reference_s: Callable[[int], float]
 ) -> StepModel:
     """Return the model with the steps in service of two loads that agree, of the last two where none do.
 
     served: sends a load and returns its requests and the CPU seconds of a response.
-    reference_s: measures the reference trials, here before each load and after the last: they tell how fast the machine
-        was while it served the loads that count.
+    reference_s: measures so many rounds of the reference trials. They run before each load and after the last, and tell
+        how fast the machine was while it served the loads that count.
     """
     rounds: list[tuple[StepModel, list[Record], float]] = []
-    references, differ = [reference_s()], math.inf
+    # More rounds at first: the server of a resumed calibration may not have met these lengths.
+    references, differ = [reference_s(speed.ROUNDS)], math.inf
     while differ > AGREED and len(rounds) < SERVICE_ROUNDS:
         records, response_cpu_s = served()
-        references.append(reference_s())
+        references.append(reference_s(1))
         found = in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s), records)
         rounds.append((found, records, response_cpu_s))
         if len(rounds) > 1:
@@ -202,8 +203,8 @@ def settled(
     if differ > AGREED:
         print("  the machine's speed changes too much: forecasts by this model are doubtful")
     (_, before, before_cpu_s), (_, last, last_cpu_s) = rounds[-2:]
-    response_cpu_s, middle_s = (before_cpu_s + last_cpu_s) / 2, statistics.geometric_mean(references[-3:])
-    return in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s, reference_s=middle_s), before + last)
+    response_cpu_s, mean_s = (before_cpu_s + last_cpu_s) / 2, statistics.geometric_mean(references[-3:])
+    return in_service(dataclasses.replace(model, response_cpu_s=response_cpu_s, reference_s=mean_s), before + last)
 
 
 def apart(one: StepModel, other: StepModel) -> float:
@@ -381,11 +382,11 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     model = settled(
         model,
         lambda: asyncio.run(served()),
-        lambda: speed.reference_s(server, folder, engine, rounds=1),
+        lambda rounds: speed.reference_s(server, folder, engine, rounds),
     )
     trials_s = speed.middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
     if step_model.drifted(ratio := model.reference_s / trials_s):
-        print(f"  beside the loads steps took {ratio:.2f} times what they took in the trials: calibrate again")
+        print(f"  during the loads steps took {ratio:.2f} times what they took in the trials: calibrate again")
     path = model.save(out or folder)
     kept.unlink()
     print(f"  written: {path}")

@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,7 +85,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 forecast_of = Scenario(duration_s=turn_s + 2.0, pools={"main": pool}, personas=people)
                 replays = [run(forecast_of, seed + again).everyone for again in range(REPLAYS)]
                 compared[part].append(_Compared(real, replays))
-                if part == LOADS[-1]:
+                if part == LOADS[-1]:  # the turn ends
                     ratios.append(speed.steps_take(server, rounds=1))
     loads = {part: _together(each) for part, each in compared.items()}
     if not all(load.real for load in loads.values()):
@@ -144,10 +145,8 @@ class _Compared:
 
 
 def _together(turns: list[_Compared]) -> _Compared:
-    """Return the load of some turns."""
-    replays = [
-        [record for part in again for record in part] for again in zip(*(turn.replays for turn in turns), strict=True)
-    ]
+    """Return what the requests of all turns of a load got, and what they got in each replay."""
+    replays = [list(chain.from_iterable(parts)) for parts in zip(*(turn.replays for turn in turns), strict=True)]
     return _Compared([record for turn in turns for record in turn.real], replays)
 
 

@@ -39,7 +39,8 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s"
 @dataclass(frozen=True)
 class Compared:
     """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile.
-    steps_take: times what steps took when the engine was calibrated, the geometric mean of the turns.
+    steps_take: times what steps took when the engine was calibrated: the geometric mean of the measurements before each
+        turn and after the last.
     """
 
     load: str

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import calibrate
+from benchmarks import calibrate, speed
 from benchmarks.calibrate import compared
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.record import Record
@@ -172,7 +172,13 @@ def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
         loads = [([Record(0, ratio, ratio)], 0.001 * ratio) for ratio in times]
         sent = iter(loads)
         references = iter([0.9, *times])  # before the first load and after each
-        found = calibrate.settled(SOME, lambda sent=sent: next(sent), lambda references=references: next(references))
+        rounds = []
+        found = calibrate.settled(
+            SOME,
+            lambda sent=sent: next(sent),
+            lambda count, references=references, rounds=rounds: rounds.append(count) or next(references),
+        )
+        assert rounds == [speed.ROUNDS] + [1] * used  # the server may not have met the reference trials before
         assert len(list(sent)) == len(list(references)) == len(times) - used
         around = [0.9, *times][used - 2 : used + 1]  # the two that count
         assert found.reference_s == pytest.approx(statistics.geometric_mean(around))
