@@ -75,7 +75,8 @@ async def test_requests_go_where_the_picker_says_and_their_tokens_are_charged(tm
         requests = []
         for number in range(1, 5):
             requests.append(asyncio.ensure_future(post(url, x_gateway_destination_endpoint="10.9.9.9:1")))
-            await until(lambda number=number: sum(running.outstanding()) == number)
+            await until(lambda number=number: sum(running.outstanding()) == number or requests[-1].done())
+            assert not requests[-1].done(), requests[-1].result()
         assert running.outstanding() == [2, 2]
         for endpoint in running.endpoints:
             endpoint.held.set()
