@@ -55,7 +55,6 @@ SERVICE_ROUNDS, AGREED = 4, 0.15
 LEAST, MOST = 0.5, 2.0  # that they may change the designed steps by
 DRAFTED_ALONE = -1  # beside the logarithms of how many streams decode
 GAPS = 20  # of as many streams, that tell how long their steps are
-DRAFTED = "trident_speculative"  # counters of the engine
 PROMPTS = "prefill_s", "prefill_token_s", "prefill_square_s"  # the terms of prompts
 
 
@@ -347,15 +346,11 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     key = {"manifest_sha256": digest, "machine": step_model.machine_kind()}
     kept, trials = (out or folder) / POINTS, design(engine)
 
-    def drafted() -> tuple[float, float]:
-        metrics = scrape.fetch(server.metrics_url or "")
-        return metrics.value(f"{DRAFTED}_steps_total"), metrics.value(f"{DRAFTED}_accepted_tokens_total")
-
     async def measured() -> Experiment:
         target = EnsembleTarget(server.url)
         try:
             experiment = Experiment(engine, key, target, Prompts.for_engine(folder), kept)
-            experiment.drafted = drafted
+            experiment.drafted = lambda: scrape.drafted(server.metrics_url or "")
             await experiment.run(trials, rounds, time.monotonic() + seconds)
             return experiment
         finally:

@@ -85,3 +85,11 @@ def fetch(url: str, timeout_s: float = 5.0) -> Metrics:
             return prometheus.parse(response.read().decode())
     except (OSError, ValueError) as exc:
         raise Unavailable(f"no metrics at {url}: {exc}") from exc
+
+
+def drafted(metrics_url: str) -> tuple[float, float]:
+    """Return the steps of sequences that were drafted for, and the draft tokens that they accepted, since the engine
+    started. Raises Unavailable."""
+    metrics = fetch(metrics_url)
+    steps, accepted = (f"trident_speculative_{name}_total" for name in ("steps", "accepted_tokens"))
+    return metrics.value(steps), metrics.value(accepted)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import generator_processes, machine, report, self_check, speed
+from benchmarks import generator_processes, machine, report, scrape, self_check, speed
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent
 from benchmarks.gateway import contenders
@@ -75,7 +75,9 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 workload = Workload(None, Poisson(part / request_s), prompts_of, answers, seed=seed + nth)
                 prompts = partial(Prompts.for_engine, server.engine_folder)
                 target = partial(EnsembleTarget, gateway.urls["grpc"])
+                before_turn = sum(scrape.drafted(server.metrics_url or ""))
                 result = generator_processes.run(Load(workload, Extent(turn_s, 2.0), target, prompts))
+                drafted = sum(scrape.drafted(server.metrics_url or "")) - before_turn
                 real = [record for record in result.records if record.ok]
                 if not nth:
                     continue
@@ -83,8 +85,9 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
                 people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
                 forecast_of = Scenario(duration_s=turn_s + 2.0, pools={"main": pool}, personas=people)
-                replays = [run(forecast_of, seed + again).everyone for again in range(REPLAYS)]
-                compared[part].append(_Compared(real, replays))
+                replays = [run(forecast_of, seed + again) for again in range(REPLAYS)]
+                forecast = sum(replay.drafted_tokens["main"] for replay in replays) / REPLAYS
+                compared[part].append(_Compared(real, [one.everyone for one in replays], (drafted, forecast)))
                 if part == LOADS[-1]:  # the turn ends
                     ratios.append(speed.steps_take(server, rounds=1))
     loads = {part: _together(each) for part, each in compared.items()}
@@ -96,6 +99,9 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     print(f"  {step_model.described_drift(steps_take)}")
     names = ("load", "measured, ms", "simulated, ms", "error", "of each turn", "std dev of replays")
     print(table([row for part, load in loads.items() for row in load.rows(f"{part:.0%}", compared[part])], names))
+    if pool.kind.step.draft_tokens:
+        names = ("load", "tokens of steps with drafts: measured", "simulated", "in each turn")
+        print(table([load.drafted_row(f"{part:.0%}", compared[part]) for part, load in loads.items()], names))
     worst = {f"{what}_p{q}_error": max((load.error(what, q) for load in loads.values()), key=abs) for what, q in _SHOWN}
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
     found |= {
@@ -115,10 +121,14 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
 
 @dataclass(frozen=True)
 class _Compared:
-    """One load, or one turn of it: what its requests got, and what they got in each replay."""
+    """One load, or one turn of it: what its requests got, and what they got in each replay.
+
+    drafted: tokens that steps with drafts made, and how many they are in a replay.
+    """
 
     real: list[Record]
     replays: list[list[Record]]
+    drafted: tuple[float, float] = (0.0, 0.0)
 
     def forecast(self, what: str, q: int) -> float:
         return _percentile([record for replay in self.replays for record in replay], what, q)
@@ -143,11 +153,20 @@ class _Compared:
             for what, q in _SHOWN
         ]
 
+    def drafted_row(self, load: str, turns: list[_Compared]) -> tuple[str, ...]:
+        """Return which part of all tokens steps with drafts made: how fast a stream goes depends on it most."""
+        of_turns = [" / ".join(turn._drafted_shares()) for turn in turns if turn.real]
+        return (load, *self._drafted_shares(), ", ".join(of_turns))
+
+    def _drafted_shares(self) -> list[str]:
+        return [f"{tokens / sum(record.tokens for record in self.real):.0%}" for tokens in self.drafted]
+
 
 def _together(turns: list[_Compared]) -> _Compared:
     """Return what the requests of all turns of a load got, and what they got in each replay."""
     replays = [list(chain.from_iterable(parts)) for parts in zip(*(turn.replays for turn in turns), strict=True)]
-    return _Compared([record for turn in turns for record in turn.real], replays)
+    measured, forecast = (sum(tokens) for tokens in zip(*(turn.drafted for turn in turns), strict=True))
+    return _Compared([record for turn in turns for record in turn.real], replays, (measured, forecast))
 
 
 def _request_s(pool: Pool, prompts_of: Lengths, answers: Lengths, rng: random.Random) -> float:

@@ -68,6 +68,10 @@ class Fleet:
         """Return the replicas that were ordered and not given back."""
         return [replica for replica in self.replicas[pool] if replica.state not in ("draining", "gone")]
 
+    def drafted_tokens(self, pool: str) -> float:
+        """Return the tokens that steps with drafts have made, also those of replicas that are gone."""
+        return sum(replica.engine.drafted_tokens for replica in self.hosts.values() if replica.pool == pool)
+
     def ready(self, pool: str) -> int:
         return sum(replica.state == "ready" for replica in self.replicas[pool])
 

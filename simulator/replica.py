@@ -114,7 +114,8 @@ class Replica:
         self.engine.stop()
         for call in tuple(self.calls):
             call.fail(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
-        self.engine = self._make_engine()
+        made, self.engine = self.engine.drafted_tokens, self._make_engine()
+        self.engine.drafted_tokens = made
 
     def hang(self) -> None:
         self.state = "hung"

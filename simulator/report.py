@@ -32,7 +32,8 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
     for pool, hours in result.replica_hours.items():
         seen = [sample for sample in result.samples if sample.pool == pool]
         most = {f"most_{name}": max((getattr(one, name) for one in seen), default=0) for name in ("present", "waiting")}
-        pools[pool] = {"replica_hours": hours, "cost": hours * scenario.pools[pool].price_hour, **most}
+        drafted = {"drafted_tokens": result.drafted_tokens[pool]}
+        pools[pool] = {"replica_hours": hours, "cost": hours * scenario.pools[pool].price_hour, **most, **drafted}
     cost = sum(pool["cost"] for pool in pools.values())
     return _rounded(
         {

@@ -48,7 +48,7 @@ class Result:
     """What a run came to.
 
     records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
-    replicas, reason. counts: of the gateways. releases: their status. violations: of the invariants, and how often.
+    replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their status. violations: of the invariants, and how often.
     """
 
     scenario: Scenario
@@ -57,6 +57,7 @@ class Result:
     samples: list[Sample]
     decisions: list[tuple[float, str, int, str]]
     replica_hours: dict[str, float]
+    drafted_tokens: dict[str, float]
     counts: Counter[str]
     releases: list[dict[str, Any]]
     violations: Counter[str]
@@ -165,6 +166,7 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
         samples,
         decisions,
         hours,
+        {pool: replicas.drafted_tokens(pool) for pool in scenario.pools},
         sum((_counts(gateway) for gateway in gateways), Counter[str]()),
         [status for gateway in gateways for status in gateway.releases.status()],
         ledger.violations,

@@ -126,6 +126,7 @@ class Engine:
 
     send_s: seconds between two messages of a stream; 0: one for each step.
     noise: standard deviation of the logarithm of a step's time. slow: factor of it.
+    drafted_tokens: tokens that steps with drafts have made.
     stepped: called with a span's seconds of a step, steps, sequences that decoded, the tokens that they made in a step,
         and what those that waited lacked: "slots", "kv" or "".
     """
@@ -139,6 +140,7 @@ class Engine:
     running: dict[Sequence, None] = field(default_factory=dict)
     due_s: float = math.inf
     steps: int = 0
+    drafted_tokens: float = 0.0
     reserved: int = 0
     hung: bool = False
 
@@ -203,6 +205,7 @@ class Engine:
         if self.stepped is not None:
             self.stepped(step_s, steps, self._decoding, self._pace, self._lacked)
         self.steps += steps
+        self.drafted_tokens += steps * self._pace if self._drafts else 0.0
         self._context += steps * self._pace
         if self._speedups and self._decoding and not self._drafted:
             self._resumption.observe(self._decoding, self._speedups.get(self._decoding, 1.0), steps)

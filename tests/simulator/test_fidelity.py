@@ -62,8 +62,8 @@ def test_the_error_is_that_of_all_replays_and_chance_is_how_much_they_differ():
 
 def test_a_load_is_all_its_turns_and_shows_the_error_of_each():
     turns = [
-        fidelity._Compared(_records(1.0), [_records(1.1), _records(1.1)]),
-        fidelity._Compared(_records(2.0), [_records(1.0), _records(1.0)]),
+        fidelity._Compared(_records(1.0), [_records(1.1), _records(1.1)], (1.0, 0.5)),
+        fidelity._Compared(_records(2.0), [_records(1.0), _records(1.0)], (0.0, 0.5)),
         fidelity._Compared([], [[], []]),  # no request came
     ]
     load = fidelity._together(turns)
@@ -71,3 +71,4 @@ def test_a_load_is_all_its_turns_and_shows_the_error_of_each():
     assert [[record.ttft_s for record in replay] for replay in load.replays] == [[1.1, 1.0]] * 2
     first, *_ = load.rows("25%", turns)
     assert first[0] == "25%, 2 requests: ttft p50" and first[4] == "+10%, -50%"
+    assert load.drafted_row("25%", turns) == ("25%", "50%", "50%", "100% / 50%, 0% / 50%")
