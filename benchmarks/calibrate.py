@@ -40,7 +40,7 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.errors import InvalidArgument
 from contract.manifest import EngineManifest
-from contract.scheduling import UNDRAFTED_FROM, step_draft_tokens
+from contract.scheduling import UNDRAFTED_FROM
 from contract.step_model import Point, StepModel
 
 POINTS = "step_model.points.jsonl"
@@ -92,7 +92,7 @@ def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
     for outcome in outcomes:
         trial = outcome.trial
         label = f"a step, ms: {trial.sequences} sequences, prompts of {trial.prompt}, {trial.prefill} read beside them"
-        label += f", {trial.draft_tokens} drafted" * bool(trial.draft_tokens)
+        label += ", drafted for" * trial.drafted
         found.setdefault(label, []).append(1e3 * outcome.point.seconds)
     return figures.compared(figures.LOWER, found)
 
@@ -125,8 +125,8 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         """Whether any request did meanwhile: the model counts by itself what that takes of the cores."""
         return any(record.sent_s < to_s and record.messages[0][0] > from_s for _, _, record in spans)
 
-    def drafts_of(streams: int) -> int:
-        return step_draft_tokens(model.draft_tokens, streams) if streams <= drafts_up_to else 0
+    def drafted_of(streams: int) -> int:
+        return streams if streams <= drafts_up_to else 0
 
     for begin_s, first_s, record in spans:
         for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
@@ -135,7 +135,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
             if drafted and (streams > 1 or not 1 < tokens <= 1 + model.draft_tokens):
                 continue
             if streams == decoding_at(to_s) and not waits_for_first_token(from_s, to_s):
-                own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafts_of(streams))
+                own_s = (1 if drafted else tokens) * model.engine_s(streams, streams * each, 0, drafted_of(streams))
                 level = DRAFTED_ALONE if drafted else round(math.log2(streams))
                 decoded.setdefault(level, []).append((to_s - from_s - model.sent_s(streams), own_s))
         streams = decoding_at(begin_s)
@@ -156,11 +156,11 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         terms = _refitted(model, each, factor, drafted_alone)
     found = dataclasses.replace(model, **terms)
     prompts = _prompts_factor(
-        found, [Point(n, n * each, tokens, took_s, drafts_of(n)) for n, took_s, tokens in steps if n]
+        found, [Point(n, n * each, tokens, took_s, drafted_of(n)) for n, took_s, tokens in steps if n]
     )
     terms |= {name: value * prompts for name, value in model.terms.items() if name in PROMPTS}
     found = dataclasses.replace(model, **terms)
-    later = [(n, took_s, found.seconds(n, n * each, tokens, drafts_of(n))) for n, took_s, tokens in steps]
+    later = [(n, took_s, found.seconds(n, n * each, tokens, drafted_of(n))) for n, took_s, tokens in steps]
     # Percentiles, since a step beside something else that the machine does tells nothing.
     if len(alone_s) >= PROBES:
         terms["request_s"] = statistics.median(alone_s)
@@ -260,10 +260,9 @@ def _refitted(
         for each in (context / 2, 2 * context):
             seconds = factor(streams) * model.engine_s(streams, streams * each, 0)
             points.append(Point(streams, streams * each, 0, seconds))
-            drafts = step_draft_tokens(model.draft_tokens, streams)
-            if drafts and streams <= UNDRAFTED_FROM:
-                seconds = (drafted or factor(streams)) * model.engine_s(streams, streams * each, 0, drafts)
-                points.append(Point(streams, streams * each, 0, seconds, drafts))
+            if model.draft_tokens and streams <= UNDRAFTED_FROM:
+                seconds = (drafted or factor(streams)) * model.engine_s(streams, streams * each, 0, streams)
+                points.append(Point(streams, streams * each, 0, seconds, streams))
     terms, _, _ = step_model.fit(points)
     return {name: value for name, value in terms.items() if name not in (*PROMPTS, "idle_s")}
 
@@ -314,7 +313,7 @@ def described(model: StepModel, outcomes: list[Outcome]) -> str:
         rows.append((*cells, report.ms(point.seconds), report.ms(found), f"{100 * (found / point.seconds - 1):+.0f} %"))
     terms = ", ".join(f"{name} {getattr(model, name):.3g}" for name in step_model.TERMS)
     return (
-        report.table(rows, ("sequences", "context", "prefill", "drafts", "ms", "model", "error"))
+        report.table(rows, ("sequences", "context", "prefill", "drafted", "ms", "model", "error"))
         + f"\n  {model.points} steps on {model.machine}: error p50 {model.error_p50_percent:.1f} %, "
         + f"p95 {model.error_p95_percent:.1f} %; "
         + f"{report.ms(model.request_s)} ms a request outside the steps\n  {terms}\n  "

@@ -36,8 +36,8 @@ from contract.scheduling import (
     RESUME_TOKENS,
     RESUME_UP_TO,
     RETRY_AFTER,
+    TIMED_TOGETHER,
     UNDRAFTED_FROM,
-    step_draft_tokens,
 )
 from contract.step_model import Point
 
@@ -55,12 +55,12 @@ TEXTS_S = 80.0  # after which half of them suffice; the slowest texts, which mak
 @dataclass(frozen=True)
 class Trial:
     """sequences: that decode. prompt: tokens of each. prefill: tokens of the prompts read beside them; 0: none.
-    draft_tokens: of a step of all sequences; 0: they are decoded plainly."""
+    drafted: whether they are drafted for."""
 
     sequences: int
     prompt: int
     prefill: int
-    draft_tokens: int = 0
+    drafted: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,8 @@ def design(engine: EngineManifest) -> list[Trial]:
         # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
         if n < engine.max_batch_size and n + 2 * SHORT <= most:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
-    drafted: list[Trial] = []
-    if most := engine.draft_tokens:  # the first sequence has the most, and those beside it a few (drafting.py)
-        few = [n for n in (1, 2, 4, UNDRAFTED_FROM) if n <= engine.max_batch_size]
-        drafted = [Trial(n, min(ANSWER, half), 0, step_draft_tokens(most, n)) for n in few]
+    few = sorted({min(n, engine.max_batch_size) for n in TIMED_TOGETHER}) if engine.draft_tokens else []
+    drafted = [Trial(n, min(ANSWER, half), 0, drafted=True) for n in few]
     # These first: the beginnings of answers, of which little is accepted, are all that is drafted for in the others.
     return drafted + trials
 
@@ -109,7 +107,7 @@ def design(engine: EngineManifest) -> list[Trial]:
 def reference(engine: EngineManifest) -> list[Trial]:
     """Return the few trials that tell how fast the machine is: plain decoding of the fewest, the middle and the most
     sequences, and a prompt alone of the middle length."""
-    trials = [trial for trial in design(engine) if not trial.draft_tokens]
+    trials = [trial for trial in design(engine) if not trial.drafted]
     alone = [trial for trial in trials if not trial.sequences]
     decoding_ = {trial.sequences: trial for trial in reversed(trials) if trial.sequences and not trial.prefill}
     levels, middle = sorted(decoding_), len(alone) // 2
@@ -164,7 +162,7 @@ class Experiment:
                 if time.monotonic() > until_s:
                     return
                 progress.show(f"round {round_ + 1} of {rounds}, trial {number} of {len(trials)}: {trial}")
-                measure = self._prefill if trial.prefill else self._draft if trial.draft_tokens else self._decode
+                measure = self._prefill if trial.prefill else self._draft if trial.drafted else self._decode
                 try:
                     outcome = await measure(trial)
                 except NotTogether as error:
@@ -225,7 +223,7 @@ class Experiment:
             steps, accepted = (now - then for now, then in zip(self.drafted(), before, strict=True))
             per_step = 1 + accepted / max(1, steps)
             point, sent = decoding(records)
-            told = {"seconds": point.seconds * per_step, "draft_tokens": trial.draft_tokens * (steps > 0)}
+            told = {"seconds": point.seconds * per_step, "drafted": trial.sequences * (steps > 0)}
             text = stretches(records[0].messages, steps, self._engine.draft_tokens)
             measured.append((dataclasses.replace(point, **told), sent * per_step, text))
             drafted += measured[-1:] if steps > 0 else []

@@ -11,12 +11,13 @@ WHOLE_PROMPT_TOKENS = 256  # prompts up to this length are read whole: pieces of
 
 # Speculative decoding (decision 0027).
 UNDRAFTED_FROM = 8  # running sequences from which on none is drafted for
+TIMED_TOGETHER = 1, 2, 4, UNDRAFTED_FROM  # sequences whose drafts are timed: what these cost bends in between
 LONG_UNDRAFTED_FROM = 4  # for a prompt that is not read whole beside streams: only the plain pipeline reads in pieces
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are soon drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
 READ_PER_STEP = 24  # tokens of a text that are read again in the time of a plain step, on AVX2; more on others
-LEAST_SPEEDUP = 1.2  # tokens per second with drafts, over those without, below which drafts are not worth it
+LEAST_SPEEDUP = 1.2  # tokens per second with drafts, over those without, below which drafting does not begin
 RETRY_AFTER = 16  # requests after which those of a draft model are tried again
 
 # Sending (coalescing_window.py): tokens of all streams wait to be sent together. Of the CPU that is there, what
@@ -42,9 +43,12 @@ def drafts_beside(most: int, others: int) -> int:
     return min(SHARED_DRAFT, most) if others else most
 
 
-def step_draft_tokens(most: int, sequences: int) -> int:
-    """Return the draft tokens of a step of so many sequences. most: of one alone."""
-    return sum(drafts_beside(most, others) for others in range(sequences))
+def drafts_gain(speedup: float, drafted: int) -> bool:
+    """Return whether to draft for a sequence beside so many that are drafted for, which would be read again without.
+
+    speedup: tokens per second of all of them with drafts, over those without.
+    """
+    return speedup >= (1.0 if drafted else LEAST_SPEEDUP)
 
 
 class DraftResumption:

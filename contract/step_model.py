@@ -20,12 +20,12 @@ from typing import Any
 
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
-from contract.scheduling import LEAST_SPEEDUP, UNDRAFTED_FROM, drafts_beside, step_draft_tokens, window_s
+from contract.scheduling import LEAST_SPEEDUP, TIMED_TOGETHER, UNDRAFTED_FROM, drafts_beside, window_s
 
 FILE_NAME = "step_model.json"
 # 1: steps held what sending takes; 2: engines that draft were taken for plain ones; 3: a text had one acceptance; 4: no
-# reference_s, and windows by the number of streams alone.
-FORMAT = 5
+# reference_s, and windows by the number of streams alone; 5: drafts took as long for each token of theirs.
+FORMAT = 6
 METRIC = "trident_engine_step_seconds"  # a gauge for each name of ``StepModel.exported``, label "term"
 MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
 # Positions in an answer from which each number of a text's acceptance holds: most texts begin to repeat themselves.
@@ -41,18 +41,18 @@ _PART = 0.45  # steps in a window beyond the quotient, in the mean; measured, fr
 @dataclass(frozen=True)
 class Point:
     """A measured step: sequences that decode, tokens in their caches, prompt tokens computed beside them, seconds.
-    draft_tokens: of all sequences, verified."""
+    drafted: sequences that are drafted for."""
 
     sequences: float
     context_tokens: float
     prefill_tokens: float
     seconds: float
-    draft_tokens: float = 0.0
+    drafted: float = 0.0
 
     @property
     def work(self) -> tuple[float, float, float, float]:
         """The arguments of ``StepModel.seconds``."""
-        return self.sequences, self.context_tokens, self.prefill_tokens, self.draft_tokens
+        return self.sequences, self.context_tokens, self.prefill_tokens, self.drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ class StepModel:
     step_s: of every step. first_sequence_s: for each of the first ``FEW`` sequences. sequence_s: for every sequence.
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.
-    draft_s: of a step that verifies any draft token. draft_token_s: for each of them.
+    draft_1_s, draft_2_s, draft_4_s, draft_8_s: for the first sequence that is drafted for, the second, the third and
+        the fourth, and each one more: on some processors the second takes as much as six more.
     draft_tokens: that a step verifies of a sequence alone; 0 of an engine that does not draft.
     acceptance: for each of some texts, the probabilities that a draft token is accepted if those before it in its step
         were, from each of ``STRETCHES`` on; the last one holds for the rest. They are those of the calibration's texts
@@ -99,8 +100,10 @@ class StepModel:
     context_token_s: float = 0.0
     prefill_s: float = 0.0
     prefill_square_s: float = 0.0
-    draft_s: float = 0.0
-    draft_token_s: float = 0.0
+    draft_1_s: float = 0.0
+    draft_2_s: float = 0.0
+    draft_4_s: float = 0.0
+    draft_8_s: float = 0.0
     draft_tokens: int = 0
     acceptance: tuple[tuple[float, ...], ...] = ()
     request_s: float = 0.0
@@ -186,8 +189,8 @@ class StepModel:
 
     def drafts_speedup(self, sequences: int = 1) -> float:
         """Return the tokens per second of so many sequences with drafts over those without; 1 where none are made."""
-        drafts = step_draft_tokens(self.draft_tokens, sequences)
-        plain_s, drafted_s = (self.engine_s(sequences, 0, 0, verified) for verified in (0, drafts))
+        drafted = sequences if self.draft_tokens else 0
+        plain_s, drafted_s = (self.engine_s(sequences, 0, 0, number) for number in (0, drafted))
         made = self._made_per_step(drafts_beside(self.draft_tokens, sequences - 1))
         return made * (plain_s / drafted_s if drafted_s else 1.0)
 
@@ -200,13 +203,13 @@ class StepModel:
     def estimated(self) -> bool:
         return self.source != MEASURED
 
-    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float, drafted: float = 0) -> float:
         """Return the seconds of a step, with what sending its tokens takes of the cores.
 
         sequences: that get a token each, and what is accepted of the drafts. context_tokens: of all of them together.
-        prefill_tokens: of prompts, computed in the same step. drafts: tokens of all sequences, verified.
+        prefill_tokens: of prompts, computed in the same step. drafted: of the sequences, those that are drafted for.
         """
-        own_s = self.engine_s(sequences, context_tokens, prefill_tokens, drafts)
+        own_s = self.engine_s(sequences, context_tokens, prefill_tokens, drafted)
         if not (self.cores and sequences):
             return own_s
         sent_s = self.sent_s(sequences)
@@ -215,9 +218,9 @@ class StepModel:
         half = (wait_s - sent_s - own_s * _PART) / 2
         return min(own_s + sent_s, (math.sqrt(half * half + _PART * own_s * wait_s) - half) / _PART)
 
-    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafted: float = 0) -> float:
         """Return the seconds of a step without what sending takes."""
-        values = _features(sequences, context_tokens, prefill_tokens, drafts)
+        values = _features(sequences, context_tokens, prefill_tokens, drafted)
         return sum(getattr(self, name) * value for name, value in zip(TERMS, values, strict=True))
 
     def sent_s(self, sequences: float) -> float:
@@ -406,8 +409,11 @@ def machine_kind() -> str:
 
 TERMS = (
     *("step_s", "first_sequence_s", "sequence_s", "context_token_s"),
-    *("prefill_s", "prefill_token_s", "prefill_square_s", "draft_s", "draft_token_s"),
+    *("prefill_s", "prefill_token_s", "prefill_square_s"),
+    *(f"draft_{sequences}_s" for sequences in TIMED_TOGETHER),
 )
+_DRAFTED = (*itertools.pairwise((0, *TIMED_TOGETHER[:-1])), (TIMED_TOGETHER[-2], math.inf))
+_UNDRAFTED = (0.0,) * len(TIMED_TOGETHER)
 _SENDING = "burst", "message", "response"
 BESIDE = (
     *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s", "response_cpu_s"),
@@ -427,7 +433,8 @@ _NUMBERS = (
 )
 
 
-def _features(sequences: float, context_tokens: float, prefill_tokens: float, draft_tokens: float) -> tuple[float, ...]:
+def _features(sequences: float, context_tokens: float, prefill_tokens: float, drafted: float) -> tuple[float, ...]:
     """Return what each term is multiplied by; none falls when an argument grows."""
     prefill = float(prefill_tokens > 0), prefill_tokens, prefill_tokens * prefill_tokens
-    return 1.0, min(sequences, FEW), sequences, context_tokens, *prefill, float(draft_tokens > 0), draft_tokens
+    drafts = (max(0.0, min(drafted, most) - least) for least, most in _DRAFTED) if drafted else _UNDRAFTED
+    return 1.0, min(sequences, FEW), sequences, context_tokens, *prefill, *drafts

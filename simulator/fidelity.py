@@ -100,8 +100,8 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     names = ("load", "measured, ms", "simulated, ms", "error", "of each turn", "std dev of replays")
     print(table([row for part, load in loads.items() for row in load.rows(f"{part:.0%}", compared[part])], names))
     if pool.kind.step.draft_tokens:
-        names = ("load", "tokens of steps with drafts: measured", "simulated", "in each turn")
-        print(table([load.drafted_row(f"{part:.0%}", compared[part]) for part, load in loads.items()], names))
+        drafted_rows = [load.drafted_row(f"{part:.0%}", compared[part]) for part, load in loads.items()]
+        print(table(drafted_rows, ("load", "tokens of steps with drafts: measured", "simulated", "in each turn")))
     worst = {f"{what}_p{q}_error": max((load.error(what, q) for load in loads.values()), key=abs) for what, q in _SHOWN}
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
     found |= {

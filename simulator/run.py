@@ -48,7 +48,8 @@ class Result:
     """What a run came to.
 
     records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
-    replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their status. violations: of the invariants, and how often.
+    replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their
+    status. violations: of the invariants, and how often.
     """
 
     scenario: Scenario

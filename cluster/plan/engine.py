@@ -19,10 +19,13 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.scheduling import (
     BLOCK_TOKENS,
+    LEAST_SPEEDUP,
     MAX_SLOWDOWN,
+    UNDRAFTED_FROM,
     WHOLE_PROMPT_TOKENS,
     DraftResumption,
     drafts_beside,
+    drafts_gain,
     undrafted_from,
 )
 from contract.step_model import STRETCHES, StepModel, accepted_at, tokens_per_step
@@ -150,12 +153,13 @@ class Engine:
         self._ends: list[tuple[int, int, Sequence]] = []
         self._number = 0
         self._drafted = 0  # running sequences that are drafted for
-        # Of the sequences that decode: how many they are, the tokens of a step, drafts of a step, tokens in the cache.
-        self._decoding, self._pace, self._drafts, self._context = 0, 0.0, 0, 0.0
-        self._drafted_up_to = self.kind.step.drafted_up_to
-        self._most_drafts = self.kind.step.draft_tokens if self._drafted_up_to else 0
+        # Of the sequences that decode: how many they are, the tokens of a step, how many are drafted for, tokens in the
+        # cache.
+        self._decoding, self._pace, self._drafting, self._context = 0, 0.0, 0, 0.0
+        self._most_drafts = self.kind.step.draft_tokens if self.kind.step.drafted_up_to else 0
         # Tokens per second with drafts over those without, by the number of sequences that are drafted for.
-        self._speedups = {n: self.kind.step.drafts_speedup(n) for n in range(1, self._drafted_up_to + 1)}
+        numbers = range(1, UNDRAFTED_FROM + 1) if self._most_drafts else ()
+        self._speedups = {n: self.kind.step.drafts_speedup(n) for n in numbers}
         self._resumption = DraftResumption()
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
@@ -205,7 +209,7 @@ class Engine:
         if self.stepped is not None:
             self.stepped(step_s, steps, self._decoding, self._pace, self._lacked)
         self.steps += steps
-        self.drafted_tokens += steps * self._pace if self._drafts else 0.0
+        self.drafted_tokens += steps * self._pace if self._drafting else 0.0
         self._context += steps * self._pace
         if self._speedups and self._decoding and not self._drafted:
             self._resumption.observe(self._decoding, self._speedups.get(self._decoding, 1.0), steps)
@@ -275,19 +279,20 @@ class Engine:
             self._draft_again()
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
-        decoding, context, drafts, steps = self._decoding, self._context, self._drafts, 1
+        decoding, context, drafted, steps = self._decoding, self._context, self._drafting, 1
         parts = self._read(now_s) if self._reading else []
         prompts = sum(part for _, part in parts)
-        step_s = kind.step.seconds(decoding, context, prompts, drafts) * self.slow
+        step_s = kind.step.seconds(decoding, context, prompts, drafted) * self.slow
         if 0 < self._drafted < len(self.running):  # a step of each pipeline
             step_s += kind.step.step_s * self.slow
         if not parts and not self._owed_s:
             steps = max(1, self._ends[0][0] - self.steps)
             if self._may_draft_again():
-                steps = min(steps, self._resumption.steps_left(self._texts(), self._speedups[decoding]) or steps)
+                speedup = self._speedups.get(decoding, 1.0)
+                steps = min(steps, self._resumption.steps_left(self._texts(), speedup) or steps)
             if self.send_s < math.inf:
                 steps = max(1, min(steps, int(self.send_s / step_s)))
-            step_s = kind.step.seconds(decoding, context + self._pace * (steps - 1) / 2, 0, drafts) * self.slow
+            step_s = kind.step.seconds(decoding, context + self._pace * (steps - 1) / 2, 0, drafted) * self.slow
         step_s, self._owed_s = step_s + self._owed_s, 0.0
         if noise := max(self.noise, kind.step.spread if parts else 0.0):
             step_s *= self.rng.lognormvariate(0.0, noise)
@@ -327,8 +332,9 @@ class Engine:
     def _draft(self, sequence: Sequence) -> None:
         """Decide whether the first of those that wait is drafted for: not beside one that is not."""
         sequence.text = self.rng.choice(self.kind.step.acceptance)
-        most = min(self._drafted_up_to, undrafted_from(sequence.prompt))
-        if self._drafted == len(self.running) <= most - len(self._waiting):
+        running, together = len(self.running), len(self.running) + len(self._waiting)
+        gains = drafts_gain(self._speedups.get(together, 0.0), running)
+        if self._drafted == running and together <= undrafted_from(sequence.prompt) and gains:
             sequence.drafts = drafts_beside(self._most_drafts, len(self.running))
             self._drafted += 1
 
@@ -350,7 +356,7 @@ class Engine:
         count = len(self.running)
         return (
             not self._drafted
-            and count in self._speedups
+            and self._speedups.get(count, 0.0) >= LEAST_SPEEDUP
             and all(count <= undrafted_from(one.prompt) for one in self.running)
         )
 
@@ -394,10 +400,10 @@ class Engine:
         """Add a sequence that decodes to what is counted of them, or with -1 take it off."""
         self._decoding += times
         if not self._decoding:  # no part of a token stays
-            self._pace, self._drafts, self._context = 0.0, 0, 0.0
+            self._pace, self._drafting, self._context = 0.0, 0, 0.0
             return
         self._pace += times * sequence.pace
-        self._drafts += times * sequence.drafts
+        self._drafting += times * (sequence.drafts > 0)
         tokens = sequence.made + (self.steps - sequence.began) * sequence.pace
         self._context += times * (sequence.prompt + sequence.first_id + tokens)
 

@@ -48,9 +48,9 @@ class Roofline(StepModel):
 
     weights: float
 
-    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafts: float = 0) -> float:
+    def engine_s(self, sequences: float, context_tokens: float, prefill_tokens: float, drafted: float = 0) -> float:
         computed_s = self.sequence_s * sequences + self.prefill_token_s * prefill_tokens
-        both_s = super().engine_s(sequences, context_tokens, prefill_tokens, drafts)
+        both_s = super().engine_s(sequences, context_tokens, prefill_tokens, drafted)
         return both_s - min(self.weights * self.step_s, computed_s)
 
 

@@ -8,10 +8,19 @@ from collections import deque
 
 import numpy as np
 
-from contract.scheduling import LEAST_SPEEDUP, RETRY_AFTER, SHARED_DRAFT, UNDRAFTED_FROM, drafts_beside
+from contract.scheduling import (
+    LEAST_SPEEDUP,
+    RETRY_AFTER,
+    SHARED_DRAFT,
+    TIMED_TOGETHER,
+    UNDRAFTED_FROM,
+    drafts_beside,
+    drafts_gain,
+)
 
 _LAST = 15  # steps of which the median is taken
 _ENOUGH = 5  # until it counts
+_FORGOTTEN = 1000  # steps after which one in service counts no longer: five slow ones would end drafts for good
 
 # Weights of a step in the moving average, which is over several answers: some repeat themselves and some never do, and
 # all are read again when drafting ends or begins. Answers begin to repeat themselves late: where bursts end drafting
@@ -25,20 +34,31 @@ _EXPECTED, _EXPECTED_STEPS = 1.2, 50
 class StepTimes:
     """Seconds of the last steps that only decode: by the number of sequences in them, and whether they drafted.
 
+    lasting: steps after which one counts no longer.
     costs: how many plain steps longer one with drafts takes, by the number of sequences, where both are known. Of
         medians: a step in which the process waited for a core takes several times as long.
     """
 
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], deque[float]] = {}
+    def __init__(self, lasting: float = math.inf) -> None:
+        self._lasting, self._steps = lasting, 0
+        self._seconds: dict[tuple[int, bool], deque[tuple[int, float]]] = {}
         self.costs: dict[int, float] = {}
 
     def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in a step."""
-        self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append(taken_s)
+        self._steps += 1
+        self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append((self._steps, taken_s))
+        for (number, kind), steps in self._seconds.items():
+            while steps and self._steps - steps[0][0] > self._lasting:
+                steps.popleft()
+            if not self.knows(number, drafts=kind):
+                self.costs.pop(number, None)
         if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
-            drafted_s, plain_s = (statistics.median(self._seconds[sequences, kind]) for kind in (True, False))
+            drafted_s, plain_s = (self._median_s(sequences, drafts=kind) for kind in (True, False))
             self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
+
+    def _median_s(self, sequences: int, *, drafts: bool) -> float:
+        return statistics.median(taken_s for _, taken_s in self._seconds[sequences, drafts])
 
     def knows(self, sequences: int, *, drafts: bool) -> bool:
         """Return whether such steps were seen often enough."""
@@ -53,23 +73,28 @@ class DraftLength:
 
     def __init__(self, most: int, slots: int) -> None:
         self._most = most
-        self._idle_steps = [(n, drafts) for n in (1, min(UNDRAFTED_FROM, slots)) for drafts in (False, True)]
+        # One and the most first: those between are estimated from them until they are timed, too.
+        numbers = sorted({min(n, slots) for n in TIMED_TOGETHER}, key=lambda n: (1 < n < min(UNDRAFTED_FROM, slots), n))
+        self._idle_steps = [(n, drafts) for n in numbers for drafts in (False, True)]
         # Moving averages per step of a sequence: tokens accepted, and of the first SHARED_DRAFT drafts.
         self._accepted = self._shared = _EXPECTED
         self._refused = 0  # requests since the averages began anew
         self._seen = 0.0  # steps since then
         # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together.
-        self._idle, self._served = StepTimes(), StepTimes()
+        self._idle, self._served = StepTimes(), StepTimes(_FORGOTTEN)
 
     def refused(self) -> None:
         """Take in that a request came that is not drafted for."""
         self._refused += 1
 
     def choose(self, running: int, behind: int = 0) -> int:
-        """Return the draft tokens per step of a request that is added to ``running`` others, before ``behind`` more; 0
-        for none."""
+        """Return the draft tokens per step of a request that is added to ``running`` others, all drafted for, before
+        ``behind`` more; 0 for none."""
         together = running + behind + 1
-        return self.beside(running) if together <= UNDRAFTED_FROM and self.tries(together) else 0
+        if together > UNDRAFTED_FROM:
+            return 0
+        drafts = drafts_gain(self.speedup(together), running) or self.tries(together)
+        return self.beside(running) if drafts else 0
 
     def tries(self, sequences: int) -> bool:
         """Return whether to draft for so many sequences: it gains, or RETRY_AFTER of a draft model's were refused.
@@ -115,7 +140,7 @@ class DraftLength:
         Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for
         as long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
         """
-        if self.untimed:
+        if self.untimed in self._idle_steps[:4]:  # of one and of the most
             return 0.0 if sequences == 1 else math.inf
         costs = self._idle.costs | self._served.costs
         known = sorted(costs)

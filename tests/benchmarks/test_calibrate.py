@@ -123,8 +123,8 @@ def test_a_step_beside_something_else_of_the_machine_tells_nothing():
 
 
 def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(capsys):
-    model = dataclasses.replace(SOME, draft_token_s=0.001, draft_tokens=8, acceptance=((0.8,),))
-    steps_s = 1.3 * model.seconds(1, 32 + 45, 0, 8), 7.0
+    model = dataclasses.replace(SOME, draft_1_s=0.008, draft_tokens=8, acceptance=((0.8,),))
+    steps_s = 1.3 * model.seconds(1, 32 + 45, 0, 1), 7.0
     record = Record(0, 10.0, 10.0, [(10.0, 1)], input_tokens=32, finish_reason="length")
     for nth in range(60):
         several = nth % 2 == 0
@@ -133,12 +133,13 @@ def test_steps_with_drafts_in_service_are_known_by_messages_of_several_tokens(ca
     record.timings = Timings(0, *(round(1e9 * at_s) for at_s in (9.9, 10.0, record.ended_s)))
     found = calibrate.in_service(model, [record])
     assert "streams 1 x 1.30, with drafts x 1.30;" in capsys.readouterr().out
-    assert found.draft_token_s == pytest.approx(0.0013, rel=0.01)
+    assert found.draft_1_s == pytest.approx(0.0104, rel=0.01)
 
 
 def test_steps_of_more_than_the_model_drafts_for_may_be_drafted_all_the_same(capsys):
     """The engine drafts by what it sees accepted, so that several tokens may be of one step."""
-    model = dataclasses.replace(SOME, draft_token_s=0.003, draft_tokens=8, acceptance=((0.9,),))
+    longer = {"draft_1_s": 0.024, "draft_2_s": 0.009, "draft_4_s": 0.009, "draft_8_s": 0.009}
+    model = dataclasses.replace(SOME, **longer, draft_tokens=8, acceptance=((0.9,),))
     few = model.drafted_up_to + 1
     assert 1 < few <= UNDRAFTED_FROM
     records = []

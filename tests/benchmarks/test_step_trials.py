@@ -126,10 +126,10 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
 
     engine = small(drafts=8)
     work = step_trials.design(engine)
-    assert [trial.draft_tokens for trial in work if trial.draft_tokens] == [8, 11, 17, 29]
-    undrafted = [trial for trial in work if trial.sequences and not trial.draft_tokens]
+    assert [trial.sequences for trial in work if trial.drafted] == [1, 2, 4, 8]
+    undrafted = [trial for trial in work if trial.sequences and not trial.drafted]
     assert {1, 2} < {trial.sequences for trial in undrafted}
-    alone = next(trial for trial in work if trial.draft_tokens == 8)
+    alone = next(trial for trial in work if trial.drafted)
     # The second engine rejected earlier drafts, and tries them again after some requests.
     for name, plain in (("points", 0), ("retried", RETRY_AFTER)):
         replica = Drafting(SOME)
@@ -137,7 +137,7 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
         one.drafted = lambda: tuple(drafted)
         asyncio.run(one.run([alone], 1, time.monotonic() + 60))
         [outcome] = one.outcomes
-        assert outcome.point.seconds == pytest.approx(0.05) and outcome.point.draft_tokens == 8 and outcome.sent == 1.0
+        assert outcome.point.seconds == pytest.approx(0.05) and outcome.point.drafted == 1 and outcome.sent == 1.0
         accepted = round(step_trials.acceptance_of(3.0, 8), 3)
         assert outcome.stretches == [[accepted] * len(step_model.STRETCHES)] * step_trials.TEXTS
     others = [Outcome(Trial(n, 32, 0), Point(n, 32 * n, 0, 0.02 * n)) for n in (1, 4)]
@@ -147,13 +147,13 @@ def test_steps_with_drafts_are_measured_apart_from_plain_ones(tmp_path: Path, mo
     target = Scripted(SOME)
     plain = Experiment(engine, KEY, target, Words(), tmp_path / "plain")
     asyncio.run(plain.run([Trial(1, 32, 0)], 1, time.monotonic() + 60))
-    assert len(target.requests) % (UNDRAFTED_FROM + 1) == 0 and plain.outcomes[0].point.draft_tokens == 0
+    assert len(target.requests) % (UNDRAFTED_FROM + 1) == 0 and plain.outcomes[0].point.drafted == 0
     # Nor is it drafted for when they have ended.
     assert max(request.max_tokens for request in target.requests) - step_trials.SHORT < RESUME_TOKENS
     # An engine that never drafts for them ends it, too.
     never = Experiment(engine, KEY, Scripted(SOME), Words(), tmp_path / "never")
     asyncio.run(never.run([alone], 1, time.monotonic() + 60))
-    assert never.outcomes[0].point.draft_tokens == 0 and never.outcomes[0].stretches[0] == [0.0] * 5
+    assert never.outcomes[0].point.drafted == 0 and never.outcomes[0].stretches[0] == [0.0] * 5
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
@@ -195,7 +195,7 @@ def test_texts_whose_acceptance_is_measured_are_the_same_in_every_run(tmp_path: 
         target = Scripted(SOME)
         experiment = Experiment(small(drafts=4), KEY, target, Words(), path)
         experiment.drafted = lambda: (float(len(target.requests)), 0.0)
-        asyncio.run(experiment.run([Trial(1, 32, 0, 4)], 1, time.monotonic() + 60))
+        asyncio.run(experiment.run([Trial(1, 32, 0, drafted=True)], 1, time.monotonic() + 60))
         return [request.prompt for request in target.requests]
 
     first = texts(tmp_path / "first")

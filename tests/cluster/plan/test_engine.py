@@ -73,7 +73,7 @@ def test_the_first_step_after_a_pause_and_steps_with_prompts_are_as_in_service()
     assert firsts(spread=0.2) == firsts(spread=0.2) != plain
 
 
-DRAFTS = dataclasses.replace(STEP, draft_s=0.001, draft_token_s=0.0002)
+DRAFTS = dataclasses.replace(STEP, draft_1_s=0.0026, **dict.fromkeys(("draft_2_s", "draft_4_s", "draft_8_s"), 0.0006))
 
 
 REQUEST = (0.0, 32, 200)
@@ -109,7 +109,7 @@ def test_an_engine_whose_drafts_are_rejected_is_a_plain_one(given):
 
 
 def test_an_engine_whose_drafts_take_longer_than_they_gain_is_a_plain_one():
-    dear = dataclasses.replace(DRAFTS, draft_s=2 * DRAFTS.engine_s(1, 0, 0), draft_tokens=8)
+    dear = dataclasses.replace(DRAFTS, draft_1_s=2 * DRAFTS.engine_s(1, 0, 0), draft_tokens=8)
 
     def end_s(*acceptance: float) -> float:
         return ends(dataclasses.replace(REPLICA, step=dataclasses.replace(dear, acceptance=(acceptance,))), REQUEST)[0]
@@ -120,11 +120,11 @@ def test_an_engine_whose_drafts_take_longer_than_they_gain_is_a_plain_one():
 
 def test_a_request_alone_takes_the_steps_of_its_drafts():
     [end_s] = ends(drafting_replica(1.0), (0.0, 32, 1 + 9 * 10))
-    steps_s = [DRAFTS.seconds(1, 33 + 9 * n, 0, 8) for n in range(10)]
+    steps_s = [DRAFTS.seconds(1, 33 + 9 * n, 0, 1) for n in range(10)]
     assert end_s == pytest.approx(DRAFTS.seconds(0, 0, 32) + sum(steps_s), rel=1e-6)
     # The second one has 3 drafts: 45 steps beside the first one make 180 tokens of it.
     first_s, second_s = sorted(ends(drafting_replica(1.0), (0.0, 32, 400), (0.0, 32, 400)))
-    assert second_s - first_s == pytest.approx(220 / 4 * DRAFTS.seconds(1, 322, 0, 3), rel=0.05)
+    assert second_s - first_s == pytest.approx(220 / 4 * DRAFTS.seconds(1, 322, 0, 1), rel=0.05)
     # One more than are drafted for ends the drafts of all, whose tokens are read again.
     many = [(0.0, 32, 100)] * (UNDRAFTED_FROM + 1)
     assert ends(drafting_replica(1.0), *many) == pytest.approx(ends(REPLICA, *many), rel=0.1)
@@ -140,10 +140,17 @@ def test_one_that_comes_beside_drafts_does_not_wait_for_those_that_are_read_agai
 
 
 def test_no_more_are_drafted_for_than_that_gains_for():
-    dear = dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=((0.9,),), draft_token_s=0.0012)
-    assert 1 < dear.drafted_up_to < UNDRAFTED_FROM
-    many = [(0.0, 32, 100)] * (dear.drafted_up_to + 1)
-    assert ends(dataclasses.replace(REPLICA, step=dear), *many) == pytest.approx(ends(REPLICA, *many), rel=0.1)
+    longer = {"draft_1_s": 0.0106, "draft_2_s": 0.0036, "draft_4_s": 0.0036, "draft_8_s": 0.02}
+    dear = dataclasses.replace(DRAFTS, draft_tokens=8, acceptance=((0.9,),), **longer)
+    loses = next(n for n in range(1, UNDRAFTED_FROM) if dear.drafts_speedup(n) < 1)
+    assert 1 < dear.drafted_up_to < loses
+
+    def last_s(replica: Replica, count: int) -> float:
+        return ends(replica, *[(0.0, 32, 100)] * count)[-1]
+
+    drafting = dataclasses.replace(REPLICA, step=dear)
+    assert last_s(drafting, loses) == pytest.approx(last_s(REPLICA, loses), rel=0.1)
+    assert last_s(drafting, 2) < 0.8 * last_s(REPLICA, 2)
 
 
 def test_a_long_prompt_is_drafted_for_beside_few():
@@ -156,8 +163,8 @@ def test_a_long_prompt_is_drafted_for_beside_few():
 
 def test_acceptance_changes_within_an_answer():
     [end_s] = ends(drafting_replica((0.0, 0.0, 1.0)), (0.0, 32, 16 + 9 * 10))
-    steps_s = [DRAFTS.seconds(1, 33 + n, 0, 8) for n in range(15)]
-    steps_s += [DRAFTS.seconds(1, 48 + 9 * n, 0, 8) for n in range(10)]
+    steps_s = [DRAFTS.seconds(1, 33 + n, 0, 1) for n in range(15)]
+    steps_s += [DRAFTS.seconds(1, 48 + 9 * n, 0, 1) for n in range(10)]
     assert end_s == pytest.approx(DRAFTS.seconds(0, 0, 32) + sum(steps_s), rel=0.01)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.scheduling import RETRY_AFTER, SHARED_DRAFT, UNDRAFTED_FROM
+from contract.scheduling import RETRY_AFTER, SHARED_DRAFT, TIMED_TOGETHER, UNDRAFTED_FROM
 from python_backends.cpu_engine.draft_length import DraftLength
 
 
@@ -24,6 +24,14 @@ def known(most: int, cost: float = 0.0, of_many: float | None = None) -> DraftLe
     return length
 
 
+def of_all(*costs: float) -> DraftLength:
+    """A length whose idle steps are timed: of each of TIMED_TOGETHER drafts cost so many plain steps."""
+    length = DraftLength(8, UNDRAFTED_FROM)
+    for sequences, cost in zip(TIMED_TOGETHER, costs, strict=True):
+        timed(length, 0.02, 0.02 * (1 + cost), sequences, idle=True)
+    return length
+
+
 def test_the_length_follows_the_load():
     length = known(8)
     chosen = [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1, UNDRAFTED_FROM, 64)]
@@ -32,13 +40,39 @@ def test_the_length_follows_the_load():
 
 
 def test_before_the_engine_was_idle_one_sequence_is_drafted_for_and_several_are_not():
-    length = DraftLength(8, UNDRAFTED_FROM)
+    length = DraftLength(8, 64)
     for sequences, drafts in [(1, False), (1, True), (UNDRAFTED_FROM, False), (UNDRAFTED_FROM, True)]:
         assert length.untimed == (sequences, drafts)
         assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, 0, 0]
         for _ in range(8):
             length.timed(sequences, 0.02, drafts=drafts, idle=True)
-    assert length.untimed is None and length.choose(1) == SHARED_DRAFT
+    assert length.choose(1) == SHARED_DRAFT
+    # Numbers in between are estimated from these until they are timed, too.
+    for sequences, drafts in [(2, False), (2, True), (4, False), (4, True)]:
+        assert length.untimed == (sequences, drafts)
+        for _ in range(8):
+            length.timed(sequences, 0.06 if drafts else 0.02, drafts=drafts, idle=True)
+    assert length.untimed is None and length.cost(2) == length.cost(3) == pytest.approx(2.0)
+    assert length.cost(1) == length.cost(8) == 0
+
+
+def test_a_slow_moment_in_service_is_forgotten_while_nothing_is_drafted():
+    length = known(8, cost=0.2)
+    timed(length, 0.02, 0.08, sequences=4)  # five steps suffice
+    assert length.cost(4) == pytest.approx(3.0) and length.choose(0, 3) == 0
+    for _ in range(1100):
+        length.timed(9, 0.03, drafts=False, idle=False)
+    assert length.cost(4) == pytest.approx(0.2) and length.choose(0, 3) == 8
+
+
+def test_drafting_begins_where_it_gains_and_goes_on_until_it_loses():
+    """Else those that are drafted for would be read again for one that comes, and once more when it has ended."""
+    length = of_all(0.4, 1.1, 1.1, 1.1)  # with 1.2 accepted tokens 1.05 times the tokens of plain steps
+    assert [length.choose(running) for running in (0, 1, 3, 7)] == [8, SHARED_DRAFT, SHARED_DRAFT, SHARED_DRAFT]
+    assert [length.choose(0, behind) for behind in (0, 1, 7)] == [8, 0, 0] and not length.tries(2)
+    for _ in range(12):
+        length.observe(0, 16)
+    assert [length.choose(running) for running in (0, 1, 3)] == [8, 0, 0]
 
 
 def test_rejected_drafts_end_drafting_and_it_is_tried_again():

@@ -121,7 +121,7 @@ def test_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known(
         drafting.timed(1, 0.02, drafts=False, idle=True)  # beside the loading
     assert drafting.learns and drafting.untimed is None
     drafting.load()
-    for step in [(1, False), (1, True), (UNDRAFTED_FROM, False), (UNDRAFTED_FROM, True)]:
+    for step in [(n, drafts) for n in (1, UNDRAFTED_FROM, 2, 4) for drafts in (False, True)]:
         assert drafting.learns and drafting.untimed == step
         for _ in range(8):
             drafting.timed(step[0], 0.02, drafts=step[1], idle=True)
