@@ -11,7 +11,7 @@ WHOLE_PROMPT_TOKENS = 256  # prompts up to this length are read whole: pieces of
 
 # Speculative decoding (decision 0027).
 UNDRAFTED_FROM = 8  # running sequences from which on none is drafted for
-TIMED_TOGETHER = 1, 2, 4, UNDRAFTED_FROM  # sequences whose drafts are timed: what these cost bends in between
+TIMED_TOGETHER = 1, 2, 4, UNDRAFTED_FROM  # sequences whose drafts are timed: their cost is not linear in between
 LONG_UNDRAFTED_FROM = 4  # for a prompt that is not read whole beside streams: only the plain pipeline reads in pieces
 SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are soon drafted for again

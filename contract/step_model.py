@@ -73,7 +73,7 @@ class StepModel:
     context_token_s: for every token that the step's sequences have in their caches.
     prefill_s: of a step with any prompt token. prefill_token_s: for each of them. prefill_square_s: for their square.
     draft_1_s, draft_2_s, draft_4_s, draft_8_s: for the first sequence that is drafted for, the second, the third and
-        the fourth, and each one more: on some processors the second takes as much as six more.
+        the fourth, and each one more: with AVX2 the second took three times as much as the third.
     draft_tokens: that a step verifies of a sequence alone; 0 of an engine that does not draft.
     acceptance: for each of some texts, the probabilities that a draft token is accepted if those before it in its step
         were, from each of ``STRETCHES`` on; the last one holds for the rest. They are those of the calibration's texts

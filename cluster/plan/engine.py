@@ -19,7 +19,6 @@ from contract import manifest as manifests
 from contract import step_model
 from contract.scheduling import (
     BLOCK_TOKENS,
-    LEAST_SPEEDUP,
     MAX_SLOWDOWN,
     UNDRAFTED_FROM,
     WHOLE_PROMPT_TOKENS,
@@ -356,7 +355,7 @@ class Engine:
         count = len(self.running)
         return (
             not self._drafted
-            and self._speedups.get(count, 0.0) >= LEAST_SPEEDUP
+            and drafts_gain(self._speedups.get(count, 0.0), drafted=0)
             and all(count <= undrafted_from(one.prompt) for one in self.running)
         )
 

@@ -45,9 +45,10 @@ class StepTimes:
         self.costs: dict[int, float] = {}
 
     def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
-        """Take in a step."""
+        """Take in a step. One of more sequences than are ever drafted for only counts."""
         self._steps += 1
-        self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append((self._steps, taken_s))
+        if sequences <= UNDRAFTED_FROM:
+            self._seconds.setdefault((sequences, drafts), deque(maxlen=_LAST)).append((self._steps, taken_s))
         for (number, kind), steps in self._seconds.items():
             while steps and self._steps - steps[0][0] > self._lasting:
                 steps.popleft()
@@ -91,28 +92,22 @@ class DraftLength:
         """Return the draft tokens per step of a request that is added to ``running`` others, all drafted for, before
         ``behind`` more; 0 for none."""
         together = running + behind + 1
-        if together > UNDRAFTED_FROM:
-            return 0
-        drafts = drafts_gain(self.speedup(together), running) or self.tries(together)
-        return self.beside(running) if drafts else 0
+        return self.beside(running) if together <= UNDRAFTED_FROM and self.tries(together, running) else 0
 
-    def tries(self, sequences: int) -> bool:
+    def tries(self, sequences: int, drafted: int = 0) -> bool:
         """Return whether to draft for so many sequences: it gains, or RETRY_AFTER of a draft model's were refused.
 
+        drafted: of them, those that are drafted for.
         Then what was seen is forgotten, since a few steps of other texts would hardly change it. Where drafts that are
         accepted as expected would not earn their time, none are tried.
         """
-        if self.gains(sequences):
+        if drafts_gain(self.speedup(sequences), drafted):
             return True
         if self._refused < RETRY_AFTER or (1 + _EXPECTED) / (1 + self.cost(sequences)) < LEAST_SPEEDUP:
             return False
         self._accepted, self._shared = max(self._accepted, _EXPECTED), max(self._shared, _EXPECTED)
         self._refused, self._seen = 0, 0.0
         return True
-
-    def gains(self, sequences: int) -> bool:
-        """Return whether drafts make enough more tokens of so many sequences than their time would without."""
-        return self.speedup(sequences) >= LEAST_SPEEDUP
 
     def speedup(self, sequences: int) -> float:
         """Return the tokens per second of so many sequences with drafts over those without."""
