@@ -16,18 +16,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from benchmarks import figures, machine, processes, progress, random_model, report
+from benchmarks import figures, machine, processes, progress, random_model, report, scrape
 from benchmarks.driver import Extent, drive
 from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.raw_engine import RawEngine
+from benchmarks.scrape import Histogram
 from benchmarks.server_process import ENGINES, running_server
+from benchmarks.server_side import COALESCING_WAIT, settled
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
 from contract import manifest, packed_delta
 from contract.errors import EngineFailed, InvalidArgument
+from contract.prometheus import Metrics
 
 RAW, ENGINE, ENSEMBLE, EVERY_TOKEN = "raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"
 PACKED = "packed ensemble"
@@ -47,7 +50,7 @@ class Batch:
 
     round: number of the round.
     engine_cpu_s, serving_cpu_s, client_cpu_s: CPU seconds of the engine, of the other processes by role, of the client.
-    coalescing_p99_s: estimated wait of tokens for the others of their message.
+    coalescing_p99_s: for how long a message's oldest token waited for the others by the server's metrics, or nan.
     others_share: share of the machine that other processes used.
     waited_s: seconds that each role waited for a core.
     """
@@ -83,12 +86,14 @@ class ServingPath:
 
     def __init__(self, name: str, server: ServerUnderTest, target: Target, prompts: Prompts) -> None:
         self.name, self._target, self._prompts = name, target, prompts
+        self._metrics_url = server.metrics_url
         root = processes.listener(int(server.url.rpartition(":")[2]))
         if root is None:
             raise EngineFailed(f"no process listens on {server.url}")
         self._root = root
 
     async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
+        waits = self._waits()
         cpu_before, before = machine.cpu_time(), processes.use(self._root)
         result = await drive(workload, self._target, self._prompts, Extent(None, 0.0, requests))
         used, records = processes.difference(before, processes.use(self._root)), result.records
@@ -96,6 +101,7 @@ class ServingPath:
             raise EngineFailed(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
         client_s = sum(use.cpu_s for use in result.generators)
         ours_s = client_s + sum(use.cpu_s for use in used.values())
+        others = machine.host_load(cpu_before, machine.cpu_time(), ours_s).others
         return Batch(
             self.name,
             workload.concurrency or 0,
@@ -107,14 +113,18 @@ class ServingPath:
             serving_cpu_s={name: use.cpu_s for name, use in used.items() if name not in processes.ENGINE_ROLES},
             client_cpu_s=client_s,
             messages=sum(len(record.messages) for record in records),
-            coalescing_p99_s=figures.coalescing(records).p99,
-            others_share=machine.host_load(cpu_before, machine.cpu_time(), ours_s).others,
+            coalescing_p99_s=(self._waits() - waits).quantile(0.99),
+            others_share=others,
             waited_s={name: use.waited_s for name, use in used.items()}
             | {"client": sum(use.waited_s for use in result.generators)},
         )
 
     async def close(self) -> None:
         await self._target.close()
+
+    def _waits(self) -> Histogram:
+        metrics = settled(self._metrics_url) if self._metrics_url else Metrics()
+        return scrape.histogram(metrics, COALESCING_WAIT)
 
 
 class RawPath:

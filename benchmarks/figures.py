@@ -58,7 +58,6 @@ class Figures:
     window_s: seconds that the rates are over.
     ttft_s, latency_s: from the intended instant; latency_s of ok requests only.
     itl_s, gap_s: inter-token latency, gap between messages.
-    coalescing_s: estimated wait of each token for the others of its response (see coalescing).
     goodput_per_s: requests per second that met both SLO targets; good_fraction: of those not cancelled.
     slo_met: whether the run met the SLO at P95, failures counted as misses.
     errors: failures by type.
@@ -76,7 +75,6 @@ class Figures:
     itl_s: Spread
     gap_s: Spread
     latency_s: Spread
-    coalescing_s: Spread
     tokens_per_message: float
     goodput_per_s: float
     good_fraction: float
@@ -98,18 +96,6 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
 def of_gaps(gaps: Sequence[tuple[float, int]]) -> Spread:
     """Return the inter-token latencies of (seconds since the message before, tokens of the message)."""
     return spread(np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps]) if gaps else [])
-
-
-def coalescing(records: Iterable[Record]) -> Spread:
-    """Estimate how long tokens waited for the rest of their response, if the engine generated them evenly.
-
-    The j-th of n tokens of a response with gap g waited (n - j) · g / n.
-    """
-    waits: list[np.ndarray] = []
-    for record in records:
-        for gap, count in record.gaps:
-            waits.append(np.arange(count - 1, -1, -1) * (gap / count))
-    return spread(np.concatenate(waits) if waits else [])
 
 
 def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = Slo()) -> Figures:  # noqa: B008
@@ -142,7 +128,6 @@ def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = S
         itl_s=of_gaps([gap for record in mine for gap in record.gaps]),
         gap_s=spread([gap for record in mine for gap, _ in record.gaps]),
         latency_s=latency,
-        coalescing_s=coalescing(mine),
         tokens_per_message=sum(record.tokens for record in mine) / messages if messages else float("nan"),
         goodput_per_s=len(good) / window_s,
         good_fraction=len(good) / len(awaited) if awaited else float("nan"),

@@ -144,7 +144,7 @@ def _server(run: Measurement) -> list[str]:
         return ["", "  no metrics of the server (set --metrics-url)"]
     server = run.server
     found = {"TTFT": server.latencies["ttft"]} | {f"  {phase}": one for phase, one in server.phases.items()}
-    found |= {name: server.latencies[name] for name in ("itl", "latency")}
+    found |= {name: server.latencies[name] for name in ("itl", "coalescing wait", "latency")}
     rows = [(name, one.count, *map(ms, (one.mean_s, one.p50_s, one.p95_s, one.p99_s))) for name, one in found.items()]
     out = ["", table(rows, ("server's metrics, ms", "count", "mean", "p50", "p95", "p99"))]
     if server.bottleneck:

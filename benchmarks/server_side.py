@@ -12,9 +12,11 @@ from contract.errors import Unavailable
 from contract.prometheus import Metrics
 
 PHASES = ("tokenize", "queue", "prefill", "first_decode", "detokenize")
+COALESCING_WAIT = "trident_coalescing_wait_seconds"
 LATENCIES = {
     "ttft": "gen_ai_server_time_to_first_token_seconds",
     "itl": "trident_inter_token_latency_seconds",
+    "coalescing wait": COALESCING_WAIT,
     "tpot": "gen_ai_server_time_per_output_token_seconds",
     "latency": "gen_ai_server_request_duration_seconds",
 }

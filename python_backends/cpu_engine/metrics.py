@@ -17,6 +17,7 @@ from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.ensemble.worker_messages import StepReport
 from python_backends.metrics import (
+    COALESCING_BUCKETS,
     DURATION_BUCKETS,
     PHASES,
     PHASES_HELP,
@@ -26,7 +27,7 @@ from python_backends.metrics import (
     Metrics,
 )
 
-_GAPS_SHOWN = 4  # latencies between responses that one update observes: each is a call to the server process
+_SHOWN = 4  # responses whose latencies one update observes: each is a call to the server process
 _LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 # Description and label of each family of gauges.
 _GAUGES = {
@@ -93,7 +94,9 @@ class EngineMetrics:
         self._duration = histogram(name, what, DURATION_BUCKETS)
         name, what = "trident_inter_token_latency_seconds", "Time between responses over tokens in the later, sampled"
         self._itl = histogram(name, what, TPOT_BUCKETS)
-        self._gaps_s: list[float] = []
+        name, what = "trident_coalescing_wait_seconds", "How long the oldest token of a response waited, sampled"
+        self._waited = histogram(name, what, COALESCING_BUCKETS)
+        self._sent_s: list[tuple[float, float]] = []  # of a response: since the one before, by tokens; oldest's wait
         self._phases = {
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
             for phase in ("tokenize", "queue", "prefill", "first_decode", "detokenize")
@@ -161,7 +164,8 @@ class EngineMetrics:
                 self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
                 self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
             elif stream.since_last_ns and increment.token_ids:
-                self._gaps_s.append(stream.since_last_ns / 1e9 / len(increment.token_ids))
+                gap_s = stream.since_last_ns / 1e9 / len(increment.token_ids)
+                self._sent_s.append((gap_s, stream.waited_ns / 1e9))
 
     def finished(self, stream: Stream, now_ns: int) -> None:
         """Observe a stream that has ended."""
@@ -177,9 +181,10 @@ class EngineMetrics:
 
     def show(self, load: EngineLoad) -> None:
         """Set the gauges and send everything pending to Triton; called by the ticker only."""
-        gaps_s, self._gaps_s = self._gaps_s, []
-        for gap_s in random.sample(gaps_s, min(len(gaps_s), _GAPS_SHOWN)):
+        sent_s, self._sent_s = self._sent_s, []
+        for gap_s, waited_s in random.sample(sent_s, min(len(sent_s), _SHOWN)):
             self._itl(gap_s)
+            self._waited(waited_s)
         for family, figures in _figures(load).items():
             for value, figure in figures.items():
                 self._gauges[family, value](figure)

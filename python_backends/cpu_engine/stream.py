@@ -41,6 +41,7 @@ class Stream:
     started_ns: the scheduler gave it a slot and the worker was sent the command to start it.
     last_sent_ids_ns: the last response with generated ids was sent.
     since_last_ns: between the last two responses with generated ids, 0 before the second.
+    waited_ns: for how long the oldest id of the last such response had been pending.
     queued: a sender thread will take it, or is sending for it.
     due_again: more became due while it was queued.
     echoed: the prompt's ids were sent.
@@ -73,6 +74,7 @@ class Stream:
     last_sent_ns: int = 0
     last_sent_ids_ns: int = 0
     since_last_ns: int = 0
+    waited_ns: int = 0
     queued: bool = False
     due_again: bool = False
     probe_due: bool = False
@@ -80,6 +82,7 @@ class Stream:
     responded: bool = False
     closed: bool = False
     _prompt_size: int = 0
+    _pending_since_ns: int = 0
 
     def __post_init__(self) -> None:
         self._prompt_size = self.request.prompt_ids.size
@@ -123,6 +126,8 @@ class Stream:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
         self.num_output_tokens += len(token_ids)
+        if not self.pending_ids:
+            self._pending_since_ns = now_ns
         self.pending_ids += token_ids
         if log_probs:
             self.pending_log_probs += log_probs
@@ -185,6 +190,7 @@ class Stream:
         if token_ids:
             self.since_last_ns = 0 if first else now_ns - self.last_sent_ids_ns
             self.last_sent_ids_ns = now_ns
+            self.waited_ns = now_ns - self._pending_since_ns
         self.probe_due = False
         self.last_sent_ns = now_ns
         self.closed = last

@@ -41,12 +41,6 @@ def test_an_inter_token_latency_counts_every_token_of_a_response(steps):
     assert found.mean * found.count == pytest.approx(at_s)
 
 
-def test_tokens_wait_for_the_last_of_their_response():
-    found = figures.coalescing([record(messages=[(0.0, 1), (0.4, 4)])])
-    assert found.count == 4 and found.max == pytest.approx(0.3) and found.mean == pytest.approx(0.15)
-    assert figures.coalescing([record(messages=[(0.0, 1), (0.4, 1), (0.8, 1)])]).max == 0
-
-
 def test_latencies_count_from_the_intended_instant_of_sending():
     late = record(intended_s=1.0, sent_s=3.0, first_s=3.5, ended_s=4.0)
     found = figures.compute([late], (0, 10))

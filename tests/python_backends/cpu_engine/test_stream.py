@@ -178,6 +178,21 @@ def test_time_between_responses_counts_those_with_tokens_only():
     assert one.since_last_ns == 100
 
 
+def test_a_response_tells_how_long_its_oldest_ids_waited():
+    one = stream()
+    add(one, 1, now_ns=10)
+    one.take(11)
+    add(one, 2, 3, now_ns=20)  # a step with drafts makes several
+    add(one, 4, now_ns=50)
+    one.take(60)
+    assert one.waited_ns == 40
+    one.probe_due = True
+    one.take(70)  # no ids
+    add(one, 5, now_ns=90)
+    one.take(91)
+    assert one.waited_ns == 1
+
+
 def test_an_echo_comes_once_in_front_of_the_first_tokens_and_not_with_a_probe():
     one = stream(echo=True)
     one.probe_due = True
