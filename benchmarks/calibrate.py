@@ -18,14 +18,7 @@ from benchmarks import beside, figures, report, scrape, service_load, speed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
-from benchmarks.step_trials import (
-    Experiment,
-    Outcome,
-    Trial,
-    check_serves,
-    design,
-    reference,
-)
+from benchmarks.step_trials import Experiment, Outcome, Trial, check_serves, design, reference
 from benchmarks.target import EnsembleTarget
 from contract import manifest as manifests
 from contract import step_model
