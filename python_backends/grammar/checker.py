@@ -1,7 +1,8 @@
 """Checks guides in a process of its own, one after the other, and remembers the results.
 
 No request without a guide waits for it, and none of its faults reaches a stream: a check that takes too long is
-killed, and a process that was killed from outside is started again.
+killed, and a process that was killed from outside is started again. What is no fault of the guide is Overloaded, never
+Unavailable: a gateway would take the replica out, for all its requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
@@ -33,6 +35,7 @@ _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
 _CRASHES = 2  # of one grammar, until it is refused
 _ATTEMPTS = 4  # a process that was killed from outside only delays
+_EXIT_S = 5.0  # which a process that closed its connection has to end; some write a core file
 
 Result = Guide | TridentError
 OnResult = Callable[[Result], None]
@@ -105,7 +108,7 @@ class GrammarChecker:
         while (guide := self._queue.get()) is not None:
             result = self._check(guide)
             with self._lock:
-                if not isinstance(result, Unavailable):
+                if isinstance(result, Guide | InvalidArgument):
                     self._keep(guide, result)
                 callbacks = self._waiting.pop(guide)
             for on_result in callbacks:
@@ -130,13 +133,13 @@ class GrammarChecker:
                 checked: Checked = connection.recv()
                 return checked.guide or InvalidArgument(checked.field, checked.problem)
             except (EOFError, OSError):
-                crashes += self._end_process() != -signal.SIGKILL
+                crashes += self._end_process(_EXIT_S) != -signal.SIGKILL
                 if self._closed:
                     return Unavailable("the server is shutting down")
                 if crashes == _CRASHES:
                     problem = "must be a grammar that compiles, got one that ends the compiler"
                     return InvalidArgument("guided_decoding_guide", problem)
-        return Unavailable(f"the process that compiles grammars was killed {_ATTEMPTS} times")
+        return Overloaded(f"the process that compiles grammars was killed {_ATTEMPTS} times")
 
     def _wait(self, connection: Connection) -> TridentError | None:
         """Return None once there is a result, or an error once the time is up; on a busy machine that takes longer."""
@@ -147,7 +150,7 @@ class GrammarChecker:
                 problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
                 return InvalidArgument("guided_decoding_guide", problem)
             if time.monotonic() > end_s:
-                return Unavailable("this machine is too busy to compile a grammar")
+                return Overloaded("this machine is too busy to compile a grammar")
         return None
 
     def _start(self) -> Connection:
@@ -171,17 +174,19 @@ class GrammarChecker:
         self._connection.recv()
         return self._connection
 
-    def _end_process(self) -> int | None:
-        """Kill the process if it runs; return its exit status, None if there is no process."""
+    def _end_process(self, exit_s: float = 0.0) -> int | None:
+        """Kill the process if it still runs after so long; return its exit status, None if there is no process."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         with self._lock:
             process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            return process.wait()
-        return None
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(exit_s)
+        process.kill()
+        return process.wait()
 
 
 def _size(guide: Guide, result: Result) -> int:

@@ -36,7 +36,7 @@ class MeasuredCompiler:
         ids that it had, which the end never is. What an ambiguous grammar costs grows with every token.
 
         Raises:
-            RuntimeError: it does not compile.
+            RuntimeError, UnicodeDecodeError: it does not compile.
         """
         raise NotImplementedError
 
@@ -52,8 +52,10 @@ class MeasuredCompiler:
             _refuse_cost("a token", token_s, requested.stall_s / _STEPS_A_STALL)
         except InvalidArgument as exc:
             return Checked(field=exc.field, problem=exc.problem)
-        except RuntimeError as exc:
-            reason = " ".join(str(exc).strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
+        except (RuntimeError, UnicodeDecodeError) as exc:
+            # The library cuts what it says at a byte, within a character too.
+            said = exc.object.decode(errors="replace") if isinstance(exc, UnicodeDecodeError) else str(exc)
+            reason = " ".join(said.strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
             return Checked(field="guided_decoding_guide", problem=f"must be a grammar that compiles: {reason[:300]}")
         return checked
 

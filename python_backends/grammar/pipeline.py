@@ -49,7 +49,7 @@ class GrammarPipeline(MeasuredCompiler):
     def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
         try:
             return self._walk(guide, requested)
-        except RuntimeError:
+        except (RuntimeError, UnicodeDecodeError):
             self._pipeline = None
             raise
 

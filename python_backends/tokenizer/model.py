@@ -13,7 +13,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.backend_settings import Settings
-from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
+from contract.errors import BY_NAME, EngineFailed, InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import GUIDE_KINDS, Guide
 from python_backends.adapter_ids import AdapterIds
 from python_backends.adapter_weights import adapter_tensors
@@ -126,7 +126,7 @@ class TritonPythonModel:
         try:
             guide = result.result(timeout=max(0.0, until_s - time.monotonic()))
         except FutureTimeout:
-            raise Unavailable("the grammar is being compiled; send the request again") from None
+            raise Overloaded("the grammar is being compiled; send the request again") from None
         if isinstance(guide, TridentError):
             raise guide
         return {"guided_decoding_guide_type": texts(guide.kind), "guided_decoding_guide": texts(guide.text)}

@@ -1,5 +1,6 @@
 """The checker with its real process: what it accepts, refuses and survives."""
 
+import json
 import os
 import queue
 import signal
@@ -7,7 +8,7 @@ import time
 
 import pytest
 
-from contract.errors import InvalidArgument, Unavailable
+from contract.errors import InvalidArgument, Overloaded, Unavailable
 from contract.generation import Guide
 from python_backends.grammar import checker as checker_module
 from python_backends.grammar.checker import GrammarChecker
@@ -46,6 +47,9 @@ BAD = [
     ("ebnf_grammar", 'start ::= "a"'),
     ("ebnf_grammar", "root ::= other"),
     ("ebnf_grammar", 'root ::= ("a"'),
+    ("ebnf_grammar", 'root ::= "x" ñ1'),  # the library's message ends within the character
+    ("ebnf_grammar", "root ::= é"),
+    ("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": "root ::= é"}})),
     ("regex", "(a"),
     ("structural_tag", "no json"),
     ("structural_tag", "{}"),
@@ -56,6 +60,7 @@ BAD = [
 def test_a_grammar_that_does_not_compile_is_refused_and_the_next_one_works(checker, guide):
     refused = result(checker, *guide)
     assert isinstance(refused, InvalidArgument) and refused.field == "guided_decoding_guide"
+    assert "ends the compiler" not in refused.problem
     assert isinstance(result(checker, "ebnf_grammar", f'root ::= "{time.monotonic()}"'), Guide)
 
 
@@ -70,7 +75,7 @@ def test_a_process_without_a_share_of_the_cpu_is_no_fault_of_the_grammar(patient
     assert isinstance(result(patient, "ebnf_grammar", 'root ::= "a"'), Guide)
     patient._timeout_s = 0.1
     os.kill(patient._process.pid, signal.SIGSTOP)
-    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "b"'), Unavailable)
+    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "b"'), Overloaded)
 
 
 def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine, monkeypatch):
@@ -117,7 +122,7 @@ def test_a_grammar_is_not_refused_for_what_kills_the_process_from_outside(patien
 
 def test_a_process_that_is_always_killed_is_no_fault_of_the_grammar_and_not_remembered(patient):
     result = kill_while_it_compiles(patient, signal.SIGKILL, 4)
-    assert isinstance(result, Unavailable) and not patient._kept
+    assert isinstance(result, Overloaded) and not patient._kept
 
 
 def test_a_grammar_that_crashes_the_process_twice_is_refused(patient):
