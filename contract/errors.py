@@ -5,7 +5,8 @@
     │   └── PromptTooLong    prompt + max_tokens exceed the engine's limits   INVALID_ARGUMENT    400
     ├── Unauthenticated      no key, or an unknown one                        UNAUTHENTICATED     401
     ├── PermissionDenied     a known key that may not do this                 PERMISSION_DENIED   403
-    ├── NotFound             unknown model, engine or stream                  NOT_FOUND           404
+    ├── NotFound             unknown engine, stream, file, key                NOT_FOUND           404
+    │   └── ModelNotFound    unknown model                                    NOT_FOUND           404
     ├── Cancelled            the client disconnected or sent a stop request   CANCELLED           499
     ├── Overloaded           a bounded queue or a budget is full              RESOURCE_EXHAUSTED  429  retry
     ├── Unavailable          no healthy replica, starting, draining           UNAVAILABLE         503  retry
@@ -86,6 +87,10 @@ class PermissionDenied(TridentError):
 
 class NotFound(TridentError):
     grpc_status, http_status = "NOT_FOUND", 404
+
+
+class ModelNotFound(NotFound):
+    """The model that a request names does not exist."""
 
 
 class Cancelled(TridentError):

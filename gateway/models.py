@@ -9,7 +9,7 @@ from typing import Any
 
 from clients.wire.connection import DEFAULT_MODEL
 from contract import packed_delta
-from contract.errors import InvalidArgument, NotFound
+from contract.errors import InvalidArgument, ModelNotFound
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.config.policy import ModelPrice, ModelRules
@@ -136,7 +136,7 @@ class Models:
         return [model for model in every if self._may_use(model, tenant)]
 
     def find(self, name: str, tenant: Tenant) -> ServedModel:
-        """Return the model of a name. Raises NotFound, also for one that the tenant may not use."""
+        """Return the model of a name. Raises ModelNotFound, also for one that the tenant may not use."""
         base, _, adapter = name.partition(":")
         model = self._models.get(self._names.get(base, ""))
         if model is not None and adapter and adapter in self._adapters(model):
@@ -145,7 +145,7 @@ class Models:
             model = None
         if model is None or not self._may_use(model, tenant):
             there = ", ".join(candidate.name for candidate in self.of(tenant)) or "none for this key"
-            raise NotFound(f"the model {name!r:.100} does not exist; there is {there}")
+            raise ModelNotFound(f"the model {name!r:.100} does not exist; there is {there}")
         return model
 
     async def serving(
@@ -160,7 +160,7 @@ class Models:
 
         A router takes the smallest of its models that the tenant may use, that has the capabilities and the context,
         and that is ready; ``x-trident-escalate: N`` skips the N smallest of those that fit.
-        Raises: NotFound; InvalidArgument if no model fits, or for the header.
+        Raises: ModelNotFound; InvalidArgument if no model fits, or for the header.
         """
         model, needs = self.find(name, tenant), needs_of(requests)
         if not model.rules.router:

@@ -15,7 +15,7 @@ from contract.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidArgument,
-    NotFound,
+    ModelNotFound,
     Overloaded,
     PermissionDenied,
     TridentError,
@@ -43,7 +43,7 @@ _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
         (r"request timeout expired", DeadlineExceeded),
         (r"protocol is restricted", PermissionDenied),
         (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),
-        (r"unknown model|model .* (is )?not found|failed to find", NotFound),
+        (r"unknown model|model .* (is )?not found|failed to find", ModelNotFound),
         (r"cancell?ed", Cancelled),
         (r"unexpected (inference )?(input|output|shape)|data-?type is|expected \d+ inputs", InvalidArgument),
         (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", InvalidArgument),
@@ -95,6 +95,8 @@ def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint
     ours = errors.from_text(details)
     if ours is None:
         fallback = errors.BY_GRPC_STATUS.get(code.name, EngineFailed)
+        if code is grpc.StatusCode.NOT_FOUND:
+            fallback = ModelNotFound
         if never_reached(code, details):
             ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
         elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):

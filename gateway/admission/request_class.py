@@ -34,7 +34,8 @@ def classified(classes: Mapping[str, ClassRules], tenant: Tenant, operation: str
             or (not tenant.classes and rules.priority >= usual)
         ]
         if requested not in may:
-            raise InvalidArgument(HEADER, f"must be one of {', '.join(may) or 'no class'}, got {requested!r:.80}")
+            allowed = f"one of {', '.join(may)}" if may else "left out: there is no class that this caller may request"
+            raise InvalidArgument(HEADER, f"must be {allowed}, got {requested!r:.80}")
     rules = classes.get(requested or default)
     if rules is None:
         return replace(tenant, request_class="") if tenant.request_class else tenant

@@ -12,6 +12,7 @@ from contract.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidArgument,
+    ModelNotFound,
     NotFound,
     Overloaded,
     PromptTooLong,
@@ -23,7 +24,8 @@ from gateway.routing.backend_errors import INPUT_NAME
 _MESSAGES: dict[type[TridentError], str] = {
     PromptTooLong: "the prompt and max_tokens exceed the context length of the model",
     InvalidArgument: "the model rejected a field of the request",
-    NotFound: "the model, or the requested version, does not exist",
+    NotFound: "what the request names does not exist",
+    ModelNotFound: "the model, or the requested version, does not exist",
     Cancelled: "the request was cancelled",
     Overloaded: "the engine's queue is full",
     Unavailable: "no healthy replica can serve the request, or the connection to its replica was lost",

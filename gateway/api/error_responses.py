@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from contract.errors import (
     InvalidArgument,
-    NotFound,
+    ModelNotFound,
     Overloaded,
     PromptTooLong,
     TridentError,
@@ -30,7 +30,7 @@ _OPENAI = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("invalid_request_error", "invalid_api_key"),
     403: ("permission_error", "permission_denied"),
-    404: ("invalid_request_error", "model_not_found"),
+    404: ("invalid_request_error", "not_found"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     499: ("cancelled", "cancelled"),
     503: ("server_error", "unavailable"),
@@ -45,8 +45,8 @@ def error_object(error: TridentError) -> dict[str, Any]:
     error = for_caller(error)
     kind, code = _OPENAI[error.http_status]
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
-    if isinstance(error, NotFound):
-        param = "model"
+    if isinstance(error, ModelNotFound):
+        param, code = "model", "model_not_found"
     if error.reason == "quota":
         kind = code = "insufficient_quota"  # what OpenAI's clients do not try again soon
     if isinstance(error, PromptTooLong):

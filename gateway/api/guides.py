@@ -12,7 +12,9 @@ from contract.errors import InvalidArgument
 from contract.generation import Guide
 from gateway.api.strict_model import StrictModel
 
-_PLACE = re.compile(r"#((?:/[^\s/]*)+)")
+# In an engine's errors: the place in a schema, and behind the problem the place of the schema in a structural tag.
+PLACE = re.compile(r"#((?:/[^\s/]*)+)")
+PLACE_IN_TAG = re.compile(r" \(in #((?:/[^\s/]*)+)\)$")
 
 _Schema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 _Choices = Annotated[
@@ -99,9 +101,13 @@ class GuidedBody(StrictModel):
 
     def guide_error(self, error: InvalidArgument) -> InvalidArgument:
         """Return an engine's error about the guide with the field of the body and the place in the schema."""
-        field = next(iter(self._guides()), "response_format")
-        place = _PLACE.search(error.problem)
-        return InvalidArgument(field + (place[1].replace("/", ".") if place else ""), error.problem)
+        field, problem = next(iter(self._guides()), "response_format"), error.problem
+        if field == "structured_outputs.structural_tag":
+            place = PLACE_IN_TAG.search(problem)
+        else:  # a structural tag around it is the gateway's own
+            problem = PLACE_IN_TAG.sub("", problem)
+            place = PLACE.search(problem)
+        return InvalidArgument(field + (place[1].replace("/", ".") if place else ""), problem)
 
     def _guides(self) -> dict[str, Guide]:
         """Return the guides that the body asks for, by field. Raises: InvalidArgument."""

@@ -310,9 +310,12 @@ async def _admitted(
             deltas.close(error)
     except InvalidArgument as exc:
         name = _OPENAI_NAMES.get(exc.field)
-        if requests[0].tools is not None and exc.field.startswith("guided_decoding_guide"):
-            name = "tools"
-        elif exc.field.startswith("guided_decoding_guide"):
+        if exc.field == "max_tokens" and isinstance(body, ChatRequest) and body.max_tokens is None:
+            name = "max_completion_tokens" if body.max_completion_tokens is not None else None
+        if exc.field.startswith("guided_decoding_guide"):
+            guide = requests[0].guide if requests[0].tools is not None else None
+            if guide is not None and isinstance(body, ChatRequest):
+                raise body.tools_error(exc, guide) from exc
             raise body.guide_error(exc) from exc
         if name is None:
             raise

@@ -26,7 +26,7 @@ from pydantic import (
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
-from gateway.api.guides import GuidedBody
+from gateway.api.guides import PLACE, PLACE_IN_TAG, GuidedBody
 from gateway.api.prompting import PromptReference
 from gateway.api.strict_model import WHOLE, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
@@ -353,6 +353,19 @@ class ChatRequest(_Sampling):
         choice = self.tool_choice or guide.AUTO
         name = choice.function.name if isinstance(choice, NamedTool) else choice
         return guide.tool_guide(plain_tools(self._tools), name, self.parallel_tool_calls is not False, form, answer)
+
+    def tools_error(self, error: InvalidArgument, held: Guide) -> InvalidArgument:
+        """Return an engine's error about the guide of a request with tools: the tool's field, or the answer's."""
+        inside = PLACE_IN_TAG.search(error.problem)
+        if inside is None:
+            return InvalidArgument("tools", error.problem)
+        name, problem = guide.tool_at(held, inside[1]), PLACE_IN_TAG.sub("", error.problem)
+        if not name:
+            return self.guide_error(error)
+        index = next(nth for nth, tool in enumerate(self._tools) if tool.function.name == name)
+        place = PLACE.search(problem)
+        parameters = f"tools.{index}.function.parameters" + (place[1].replace("/", ".") if place else "")
+        return InvalidArgument(parameters, problem)
 
     def _check_without_guide(self, answer: Guide | None) -> None:
         """Refuse what only a grammar can promise."""

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictStr
 from starlette.requests import Request
 
 from contract.chat import check_tool_turns
-from contract.errors import InvalidArgument, NotFound, PromptTooLong
+from contract.errors import InvalidArgument, ModelNotFound, PromptTooLong
 from gateway.api import openai_http, schemas
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.response_stream import ResponseStream
@@ -119,9 +119,9 @@ class ModelTokenizer:
 
 @lru_cache(maxsize=64)
 def model_tokenizer(tokenizer_json: Path | None) -> ModelTokenizer:
-    """Return a model's tokenizer, loaded once. Raises: NotFound if the gateway does not know it."""
+    """Return a model's tokenizer, loaded once. Raises: ModelNotFound if the gateway does not know it."""
     if tokenizer_json is None:
-        raise NotFound("model: the gateway has no tokenizer of this model (TRIDENT_GATEWAY_TOKENIZER)")
+        raise ModelNotFound("model: the gateway has no tokenizer of this model (TRIDENT_GATEWAY_TOKENIZER)")
     return ModelTokenizer(tokenizer_json)
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from clients.wire.connection import new_request_id
 from clients.wire.request import can_travel
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError
 from gateway.api import error_responses, schemas
 from gateway.api.strict_model import StrictModel
 from gateway.batch import multipart
@@ -312,9 +312,7 @@ async def _drain(request: Request) -> bool:
 
 
 def _error_response(error: TridentError, close: bool) -> Response:
-    if isinstance(error, NotFound):
-        status, headers, body = error_responses.plain(404, error.message, "not_found")
-    elif isinstance(error, FileTooLarge):
+    if isinstance(error, FileTooLarge):
         status, headers, body = error_responses.plain(413, error.message, "request_too_large")
     else:
         status, headers, body = error_responses.http(error)

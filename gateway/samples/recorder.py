@@ -183,7 +183,8 @@ class Samples:
         finally:
             self._rating -= 1
         if stored is None:
-            raise NotFound(f"no sample of yours has the id {feedback['request_id']:.200}")
+            choice = "" if feedback["choice"] is None else f" and the choice {feedback['choice']}"
+            raise NotFound(f"no sample of yours has the id {feedback['request_id']:.200}{choice}")
         if stored["time"] == feedback["time"]:
             self._feedback.labels(stored["rating"]).inc()
         return stored

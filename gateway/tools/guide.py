@@ -3,6 +3,7 @@ match the tool's schema."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ AUTO, REQUIRED = "auto", "required"
 _SEPARATORS = {HERMES: "\n", LLAMA3: "; ", MISTRAL: ", "}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _SCHEMAS = {"json_schema": "json_schema", "regex": "pattern", "ebnf_grammar": "grammar"}
+
+_CALL = re.compile(r'\{"name": "([^"]*)", "')  # in the beginning of a tool's tag
 
 _Format = dict[str, Any]
 
@@ -67,6 +70,19 @@ def answer_guide(answer: Guide, form: ChatFormat) -> Guide:
     return answer if form.reasoning == NONE else _guide(_after_reasoning(_content(answer), form))
 
 
+def tool_at(guide: Guide, place: str) -> str:
+    """Return the name of the tool whose call stands at a place in the guide of a request; "" for its answer.
+
+    place: a JSON pointer, as errors of an engine have it.
+    """
+    found, name = orjson.loads(guide.text), ""
+    for key in place.split("/")[1:]:
+        found = found[int(key)] if isinstance(found, list) else found[key]
+        if isinstance(found, dict) and (call := _CALL.search(found.get("begin", ""))):
+            name = call[1]
+    return name
+
+
 def _schemas(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the schema of each tool's arguments by its name."""
     found = {}
@@ -111,8 +127,22 @@ def _content(answer: Guide) -> _Format:
     if answer.kind == "choice":
         texts = orjson.loads(answer.text)
         return _one_of([{"type": "const_string", "value": text} for text in texts])
+    if answer.kind == "structural_tag":
+        return _format_of(answer.text)
     value = orjson.loads(answer.text) if answer.kind == "json_schema" else answer.text
     return {"type": answer.kind.removeprefix("ebnf_"), _SCHEMAS[answer.kind]: value}
+
+
+def _format_of(structural_tag: str) -> _Format:
+    try:
+        found = orjson.loads(structural_tag)["format"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidArgument(
+            "structured_outputs.structural_tag", 'must be {"type": "structural_tag", "format": {...}}'
+        )
+    return found
 
 
 def _guide(found: _Format) -> Guide:

@@ -25,6 +25,7 @@ TABLE = {
     "Unauthenticated": ("UNAUTHENTICATED", 401, False),
     "PermissionDenied": ("PERMISSION_DENIED", 403, False),
     "NotFound": ("NOT_FOUND", 404, False),
+    "ModelNotFound": ("NOT_FOUND", 404, False),
     "Cancelled": ("CANCELLED", 499, False),
     "Overloaded": ("RESOURCE_EXHAUSTED", 429, True),
     "Unavailable": ("UNAVAILABLE", 503, True),
@@ -47,7 +48,7 @@ def test_the_docstring_draws_the_same_table():
 
 def test_one_kind_speaks_for_each_status():
     assert {status: cls.__name__ for status, cls in BY_GRPC_STATUS.items()} == {
-        status: name for name, (status, *_) in TABLE.items() if name != "PromptTooLong"
+        status: name for name, (status, *_) in TABLE.items() if name not in ("PromptTooLong", "ModelNotFound")
     }
 
 

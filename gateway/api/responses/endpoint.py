@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from contract.errors import InvalidArgument, NotFound, TridentError
+from contract.errors import InvalidArgument, TridentError
 from gateway.api import error_responses
 from gateway.api.chat import ChatFormatter
 from gateway.api.openai_http import JSON, OpenAIEndpoint
@@ -128,10 +128,7 @@ class ResponsesEndpoint(OpenAIEndpoint):
                 tenant = await self._service.tenant(request.headers)
                 response = Response(await handler(request, tenant.name), media_type="application/json")
             except TridentError as error:
-                parts = error_responses.http(error)
-                if isinstance(error, NotFound):
-                    parts = error_responses.plain(404, error.message, "not_found")
-                response = error_responses.response(*parts)
+                response = error_responses.response(*error_responses.http(error))
             self._service.metrics.requests.labels("http", OPERATION, response.status_code).inc()
             return response
 

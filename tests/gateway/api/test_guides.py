@@ -63,3 +63,11 @@ def test_an_engines_error_names_the_field_of_the_body_and_the_place():
     )
     plain = InvalidArgument("guided_decoding_guide", "must be a grammar that compiles")
     assert GuidedBody.model_validate({"guided_regex": "a"}).guide_error(plain).field == "guided_regex"
+
+
+def test_the_place_in_a_structural_tag_is_the_callers_only_if_the_tag_is():
+    error = InvalidArgument("guided_decoding_guide", "must be a regular expression; it ends (in #/format/content)")
+    tag = GuidedBody.model_validate({"structured_outputs": {"structural_tag": "{}"}}).guide_error(error)
+    assert tag.field == "structured_outputs.structural_tag.format.content" and tag.problem == error.problem
+    regex = GuidedBody.model_validate({"guided_regex": "("}).guide_error(error)
+    assert (regex.field, regex.problem) == ("guided_regex", "must be a regular expression; it ends")

@@ -69,7 +69,8 @@ async def test_the_life_of_a_key(settings):
         ):
             status, answer = await ask(running, TOKEN, path, **fields)
             assert (status, answer["error"]["param"]) == (400, field)
-        assert (await ask(running, TOKEN, "/acme/sales/x", action="rotate"))[0] == 404
+        status, answer = await ask(running, TOKEN, "/acme/sales/x", action="rotate")
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, None, "not_found")
     text = settings["audit_log"].read_text()
     assert made["key"] not in text and rotated["key"] not in text and TOKEN not in text
     first = audited(settings)[0]

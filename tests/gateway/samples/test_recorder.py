@@ -164,6 +164,7 @@ async def test_a_rating_is_taken_from_the_tenant_that_asked_once_and_keeps_a_hel
         for team in ("also", "out"):
             status, _, refused = await rate(team, request_id="mine", rating="down")
             assert status == 404 and "no sample of yours" in refused["error"]["message"]
+            assert (refused["error"]["param"], refused["error"]["code"]) == (None, "not_found")
         told = {"response_id": answer["id"], "rating": "down", "comment": "wrong, ask bob@example.org", "labels": ["a"]}
         first = await rate(**told)
         assert first[0] == 200 and (await rate(**told))[2] == first[2]
@@ -175,6 +176,8 @@ async def test_a_rating_is_taken_from_the_tenant_that_asked_once_and_keeps_a_hel
         metrics = await running.metrics()
         assert metrics['trident_gateway_feedback_total{rating="down"}'] == 1
         assert metrics['trident_gateway_samples_total{result="held"}'] == 1
+        _, _, refused = await rate(request_id="mine", rating="up", choice=5)
+        assert refused["error"]["message"].endswith("has the id mine and the choice 5")
         for wrong, field in (
             ({"rating": "down"}, "request_id"),
             ({"request_id": "mine"}, "rating"),

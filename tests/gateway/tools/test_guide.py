@@ -9,8 +9,9 @@ import pytest
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
+from gateway.api.guides import PLACE_IN_TAG
 from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, NONE, OPEN, TAGGED, ChatFormat
-from gateway.tools.guide import answer_guide, tool_guide
+from gateway.tools.guide import answer_guide, tool_at, tool_guide
 from python_backends.grammar.translation import translate
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -87,12 +88,19 @@ def test_an_answer_may_have_a_form_of_its_own_beside_the_calls() -> None:
         (Guide("regex", "[a-z]"), {"type": "regex", "pattern": "[a-z]"}),
         (Guide("ebnf_grammar", 'root ::= "a"'), {"type": "grammar", "grammar": 'root ::= "a"'}),
         (Guide("choice", '["a"]'), {"type": "const_string", "value": "a"}),
+        (Guide("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}'), {"type": "any_text"}),
     ],
 )
 def test_every_guide_can_follow_a_reasoning_section(guide: Guide, content: dict[str, Any]) -> None:
     assert answer_guide(guide, ChatFormat(HERMES, NONE)) is guide
     after = json.loads(answer_guide(guide, ChatFormat(HERMES, OPEN)).text)
     assert after["format"]["elements"][-1] == content
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"format": 3}'])
+def test_a_structural_tag_after_a_reasoning_section_has_a_format(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"structured_outputs.structural_tag: must be \{"):
+        answer_guide(Guide("structural_tag", text), ChatFormat(HERMES, OPEN))
 
 
 def test_what_cannot_be_a_tools_schema_is_named() -> None:
@@ -118,3 +126,25 @@ def test_a_keyword_that_no_grammar_can_express_is_refused_with_its_place() -> No
     listed = [{"type": "function", "function": {"name": "h", "parameters": parameters}}]
     with pytest.raises(InvalidArgument, match=r"#/properties/x/uniqueItems is supported .*#/format/tags/0/content"):
         translate(tool_guide(listed, "auto", True, ChatFormat()))
+
+
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3, MISTRAL])
+@pytest.mark.parametrize("reasoning", [NONE, TAGGED, OPEN])
+@pytest.mark.parametrize("bad", ["f", "g", ""])
+def test_the_place_in_a_refused_guide_tells_whose_schema_it_is(tools: str, reasoning: str, bad: str) -> None:
+    """The tool's, or the answer's."""
+    cannot = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    listed = [
+        {"type": "function", "function": {"name": name, "parameters": cannot if name == bad else SCHEMA}}
+        for name in ("f", "g")
+    ]
+    answer = Guide("json_schema", json.dumps(SCHEMA if bad else cannot))
+    form = ChatFormat(tools, reasoning, special=tools == MISTRAL)
+    for choice, parallel in (("auto", True), ("required", True), ("required", False), ("g", True)):
+        guide = tool_guide(listed, choice, parallel, form, answer if choice == "auto" else None)
+        if bad not in ({"auto": ("f", "g", ""), "required": ("f", "g")}.get(choice, ("g",))):
+            continue
+        with pytest.raises(InvalidArgument) as caught:
+            translate(guide, ("[TOOL_CALLS]",))
+        place = PLACE_IN_TAG.search(caught.value.problem)
+        assert place is not None and tool_at(guide, place[1]) == bad
