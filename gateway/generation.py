@@ -372,8 +372,7 @@ class Generation:
         """Take over a response of the target: timers, counts, usage and the end."""
         self._waiting_since_s = 0.0
         self._started = True
-        # Upstreams send no token ids; a chunk of theirs is about one token.
-        tokens = len(delta.token_ids) or bool(delta.text)
+        tokens = _generated(delta)
         self.tokens += tokens
         if self._route is not None:
             engine = self._route.made_tokens(tokens)
@@ -566,3 +565,12 @@ class Generation:
         request = dataclasses.replace(self.request, **changes)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         return upstream.stream(request, spend, traceparent(self._replica_span, self._context.carrier))
+
+
+def _generated(delta: TokenDelta) -> int:
+    """Return how many tokens of a response were generated, an echoed prompt's left out."""
+    if not delta.token_ids:
+        return int(bool(delta.text))  # upstreams send no token ids; a chunk of theirs is about one token
+    generated = len(delta.token_ids) - delta.prompt_ids
+    # A response that is the first and the last one tells only in its usage how many are the prompt's.
+    return generated if delta.usage is None else min(generated, delta.usage.output_tokens)

@@ -26,7 +26,7 @@ class CompletionFormatter:
             "created": created_s,
             "model": request.model,
         }
-        self._offsets: dict[int, int] = defaultdict(int)  # characters that the tokens of a choice have had so far
+        self._offsets: dict[int, int] = defaultdict(int)  # characters that have begun in the text of a choice so far
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
         return None
@@ -59,16 +59,26 @@ class CompletionFormatter:
         candidates = [self._candidates(top) for top in output.top_log_probs]
         if self._request.echo and tokens and choice not in self._offsets:
             log_probs[0] = None  # nothing precedes the prompt's first token
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token)
+        offsets = [self._offset(choice, token_id) for token_id in ids]
         return {
             "tokens": tokens,
             "token_logprobs": log_probs,
             "top_logprobs": candidates or None,
             "text_offset": offsets,
         }
+
+    def _offset(self, choice: int, token_id: int) -> int:
+        """Return the place in the text where a token begins, which for a part of a character is that character's."""
+        text, data = self._vocabulary.token(token_id)
+        begun = self._offsets[choice]
+        if data is None:
+            self._offsets[choice] += len(text)
+        elif self._request.skip_special_tokens is False or token_id not in self._vocabulary.special:
+            begins = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: the others continue a character
+            self._offsets[choice] += sum(begins)
+            if begins and not begins[0]:
+                return max(0, begun - 1)
+        return begun
 
     def _candidates(self, top: Sequence[tuple[int, float]]) -> dict[str, float] | None:
         """Return the alternatives of a token; None for the prompt's first one, whose ids are -1."""

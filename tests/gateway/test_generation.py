@@ -8,8 +8,9 @@ import time
 import pytest
 
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Unavailable
-from contract.generation import FinishReason
+from contract.generation import FinishReason, TokenDelta, Usage
 from gateway.config.policy import OverflowTarget
+from gateway.generation import _generated
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.generation_runtime import requests, runtime
 from tests.gateway.running import until
@@ -93,3 +94,20 @@ async def test_prefix_cache_hits_are_hidden_where_tenants_share_replicas(reporte
             last = [delta async for delta in generation][-1]
             assert last.usage.cached_tokens == (2 if reported else 0)
             generation.close()
+
+
+@pytest.mark.parametrize(
+    ("delta", "tokens"),
+    [
+        (TokenDelta("an upstream's"), 1),
+        (TokenDelta(""), 0),
+        (TokenDelta("two", (5, 6)), 2),
+        (TokenDelta("prompt and one", (1, 2, 3, 4), prompt_ids=3), 1),
+        (TokenDelta("prompt", (1, 2, 3), prompt_ids=3), 0),
+        (TokenDelta("prompt and one", (1, 2, 3, 4), (), FinishReason.LENGTH, usage=Usage(3, 1)), 1),
+        (TokenDelta("prompt", (1, 2, 3), (), FinishReason.LENGTH, usage=Usage(3, 0)), 0),
+        (TokenDelta("the last two", (7, 8), (), FinishReason.STOP, usage=Usage(3, 9)), 2),
+    ],
+)
+def test_an_echoed_prompt_is_not_generated(delta: TokenDelta, tokens: int):
+    assert _generated(delta) == tokens

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
 
 from clients.wire import completion
 from contract.generation import FinishReason, TokenDelta
 from gateway.api.completions import CompletionFormatter
 from gateway.api.schemas import CompletionRequest
 from gateway.api.vocabulary import Vocabulary
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 
 
 def formatter(**more: Any) -> CompletionFormatter:
@@ -36,6 +42,24 @@ def test_text_offsets_go_on_from_chunk_to_chunk_by_choice() -> None:
     first = len("token_id:5")
     whole = first + len("token_id:60")
     assert offsets == [[0, first], [whole, whole + first], [0, first]]
+
+
+@pytest.mark.parametrize("text", ["plain text", "😀 a é b", "日本 x"])
+@pytest.mark.parametrize("shown", [False, True])
+def test_text_offsets_are_places_in_the_text(text: str, shown: bool) -> None:
+    """Also of tokens that are a part of a character, and beside a special token that the text has or leaves out."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    request = CompletionRequest(model="demo", prompt="x", logprobs=0, skip_special_tokens=not shown)
+    made = CompletionFormatter(request, "r", 7, Vocabulary(TOKENIZER))
+    special = tokenizer.token_to_id("<|endoftext|>")
+    ids = [special, *tokenizer.encode(text, add_special_tokens=False).ids]
+    whole = "<|endoftext|>" * shown + text
+    chunk = made.chunk(0, TokenDelta(whole, tuple(ids), (-0.5,) * len(ids)))
+    assert chunk is not None
+    found = chunk["choices"][0]["logprobs"]
+    assert found["text_offset"][:2] == [0, len("<|endoftext|>") * shown] and found["text_offset"][-1] < len(whole)
+    for token, offset in list(zip(found["tokens"], found["text_offset"], strict=True))[1:]:
+        assert "\ufffd" in token or whole[offset : offset + len(token)] == token
 
 
 def test_an_echoed_prompts_first_token_has_no_log_probability() -> None:
