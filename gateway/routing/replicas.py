@@ -125,11 +125,13 @@ class RoutedReplica(Replica):
 
     def ended(self, error: TridentError | None, silent_s: float) -> None:
         self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
-        before = self.breaker.state
-        self.breaker = self.breaker.over(error, silent_s, time.monotonic(), self._breaker_policy)
+        before, now_s = self.breaker.state, time.monotonic()
+        self.breaker = self.breaker.over(error, silent_s, now_s, self._breaker_policy)
         if isinstance(error, Unavailable):
             self.observe(False)  # as a failed probe
-        if self.breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN:
+        # After an inconclusive trial it is open and allows the next one at once.
+        opened = self.breaker.state is BreakerState.OPEN and not self.breaker.allows(now_s)
+        if opened and before is not BreakerState.OPEN:
             _LOG.warning("replica %s: the breaker opens for %g s after: %s", self.url, self.breaker.pause_s, error)
             self.on_open(self.url)
 

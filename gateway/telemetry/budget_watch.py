@@ -46,7 +46,7 @@ class BudgetWatch:
             if self._told.get(demand.bucket, 0.0) < reached:
                 self._told[demand.bucket] = reached
                 self._warnings.labels(demand.limit, "limit" if reached == 1.0 else "warn_at").inc()
-                fields = {"level": demand.level, "limit": demand.limit, "used_part": round(part, 4)}
+                fields = {"budget": demand.level, "limit": demand.limit, "used_part": round(part, 4)}
                 _LOG.warning("a budget is used up to %.0f %%", 100 * part, extra={"fields": fields})
         return {WARNING: ", ".join(told)} if told else {}
 

@@ -20,7 +20,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= getattr(record, "fields", {})
+        line = getattr(record, "fields", {}) | line  # a field does not take the place of one of these
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return orjson.dumps(line, default=str).decode()

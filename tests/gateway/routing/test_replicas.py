@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 import aiohttp
 import grpc
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 
 from clients import NO_RETRY, AsyncClient
-from contract.errors import DeadlineExceeded, EngineFailed
+from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument
 from gateway.config.tenant import Tenant
 from gateway.routing.circuit_breaker import BreakerState, token_digest
 from tests.fakes.replica import FakeReplica, Script
@@ -57,6 +58,20 @@ async def test_the_breaker_keeps_requests_from_a_replica_that_fails_them():
             found = {key: value for key, value in (await running.metrics()).items() if "breaker_state" in key}
             assert list(found.values()) == [2.0] and label.split('"')[3] in next(iter(found))
             assert (await running.get("/health/ready"))[0] == 503
+
+
+async def test_a_trial_that_tells_nothing_does_not_open_the_breaker_again(caplog):
+    """The next request is a trial at once, so nobody is told that it has opened."""
+    broken, wrong = Script((), fail_after=0, error=EngineFailed("broken")), Script(refuse=InvalidArgument("x", "bad"))
+    scripts = [broken, wrong, wrong, Script((" a",))]
+    async with FakeReplica(lambda seen: scripts.pop(0)) as replica:
+        async with gateway(replica, breaker_failures=1, breaker_open_s=0.01) as running:
+            [known], told = running.service.replicas.all(), []
+            known.on_open = told.append
+            for expected in (500, 400, 400, 200):
+                await until(lambda: known.ready(time.monotonic()))
+                assert (await running.post("/v1/completions", REQUEST))[0] == expected
+            assert told == [known.url] and caplog.text.count("the breaker opens") == 1
 
 
 async def test_probes_take_a_replica_out_after_three_failures_and_bring_it_back_after_two_successes():

@@ -72,3 +72,10 @@ def test_a_defect_keeps_its_stack():
         except ZeroDivisionError:
             logging.getLogger("x").error("failed", exc_info=sys.exc_info())
         assert "ZeroDivisionError: defect" in stream.getvalue() and "test_logs.py" in stream.getvalue()
+
+
+def test_a_field_does_not_take_the_place_of_the_level():
+    record = logging.LogRecord("gateway.x", logging.WARNING, "", 0, "a budget is used", (), None)
+    record.fields = {"level": "acme/day", "tenant": "acme"}
+    line = json.loads(logs.JsonLines().format(record))
+    assert (line["level"], line["logger"], line["tenant"]) == ("warning", "gateway.x", "acme")
