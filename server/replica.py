@@ -136,7 +136,7 @@ def running(
     if not environ.get(Settings.variable("drain_s")):
         overrides.setdefault("drain_s", 2.0)  # a caller that leaves streams open does not need their text
     settings = Settings.from_environment(environ, engine=engine, **overrides)
-    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    settings.make_state_dir()
     output = settings.state_dir / f"supervisor-{settings.grpc_port}.out"
     environ |= {Settings.variable(name): str(value) for name, value in {"engine": engine, **overrides}.items()}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -152,6 +153,15 @@ class Settings(EnvironmentSettings):
             if path is not None and not path.is_file():
                 raise InvalidArgument(self.variable(name), f"must be a PEM file, got {path}: no such file")
         return self
+
+    def make_state_dir(self) -> None:
+        """Make the folder for files of running servers. Raises InvalidArgument: it cannot be made or written."""
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=self.state_dir).close()
+        except OSError as exc:
+            problem = f"must be a folder that can be made and written, got {self.state_dir}: {exc.strerror}"
+            raise InvalidArgument(self.variable("state_dir"), problem) from exc
 
     @property
     def reachable_host(self) -> str:

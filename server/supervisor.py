@@ -102,6 +102,7 @@ class Supervisor:
     def _prepare(self) -> socket.socket:
         """Check all that can be checked before a process starts; return the claim of the port, held while open."""
         settings = self._settings
+        settings.make_state_dir()
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
         engine = self._engine = manifest.verify(self._engine_folder)
         preflight.check(engine, self._engine_folder)
@@ -121,7 +122,7 @@ class Supervisor:
         stubs = sum(model.stubs for model in self._pipeline.models)
         shared_memory.region_bytes(stubs, shared_memory.free_bytes())
         settings.drain_file.unlink(missing_ok=True)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.parent.mkdir(exist_ok=True)
         self._log.write_bytes(b"")
         self._started_in = settings.state_dir / f"started-{settings.engine}"
         return claimed

@@ -45,6 +45,15 @@ def test_steps_are_the_engines_iteration_counter():
     assert parse(METRICS + more, "detokenizer") == ServerMetrics(responses=43, in_engine=5, steps=321)
 
 
+def test_what_the_last_step_generated_is_the_engines_gauge():
+    family = "nv_trt_llm_inflight_batcher_metrics"
+    more = "".join(
+        f'{family}{{inflight_batcher_specific_metric="{name}",model="engine",version="1"}} {value}\n'
+        for name, value in (("generation_requests", 0), ("total_context_tokens", 256))
+    )
+    assert parse(METRICS + more, "detokenizer") == ServerMetrics(responses=43, in_engine=5, generating=0)
+
+
 def test_an_engine_without_gauges_has_no_request_count():
     assert parse("", "detokenizer") == ServerMetrics(responses=0, in_engine=None)
 

@@ -87,3 +87,13 @@ def test_a_refused_key_is_not_shown():
     with pytest.raises(InvalidArgument) as refusal:
         Settings(admin_key="my secret")
     assert "my secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("part", ["file", "file/x"])
+def test_a_state_folder_that_cannot_be_made_is_refused_by_its_variable(tmp_path, part):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match="TRIDENT_STATE_DIR: must be a folder that can be made and written, got"):
+        Settings.from_environment({"TRIDENT_STATE_DIR": str(tmp_path / part)}).make_state_dir()
+    made = Settings.from_environment({"TRIDENT_STATE_DIR": str(tmp_path / "a" / "b")})
+    made.make_state_dir()
+    assert made.state_dir.is_dir() and not list(made.state_dir.iterdir())
