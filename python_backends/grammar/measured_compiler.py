@@ -54,8 +54,8 @@ class MeasuredCompiler:
             return Checked(field=exc.field, problem=exc.problem)
         except (RuntimeError, UnicodeDecodeError) as exc:
             # The library cuts what it says at a byte, within a character too.
-            said = exc.object.decode(errors="replace") if isinstance(exc, UnicodeDecodeError) else str(exc)
-            reason = " ".join(said.strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
+            message = exc.object.decode(errors="replace") if isinstance(exc, UnicodeDecodeError) else str(exc)
+            reason = " ".join(message.strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
             return Checked(field="guided_decoding_guide", problem=f"must be a grammar that compiles: {reason[:300]}")
         return checked
 

@@ -118,11 +118,13 @@ def parse(
         raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {truncate}")
     max_tokens, echo = inputs.scalar("max_tokens"), not inputs.scalar("exclude_input_in_output", True)
     if max_tokens is not None and not (max_tokens == 0 and echo) and not 1 <= max_tokens <= limits.max_seq_len:
-        allowed = f"1 to {limits.max_seq_len}, or 0 with exclude_input_in_output=false"
+        echoed = ", or 0 with exclude_input_in_output=false" if max_tokens < 1 else ""
+        allowed = f"1 to {limits.max_seq_len}{echoed}"
         raise InvalidArgument("max_tokens", f"must be {allowed}, got {max_tokens}")
     min_tokens = _alias(inputs, "min_tokens", "min_length")
     if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
-        raise InvalidArgument("min_tokens", f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
+        name = "min_tokens" if inputs.scalar("min_length") is None else "min_length"
+        raise InvalidArgument(name, f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
     bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.floats("embedding_bias_weights")
     if len(bias_words) != len(bias_weights):
         raise InvalidArgument(
