@@ -280,8 +280,10 @@ def encoder(table: Mapping[str, object], path: Path | str) -> schema.EncoderReci
 def _declared(
     table: Mapping[str, object], path: Path
 ) -> schema.CpuRecipe | schema.TrtllmRecipe | schema.LlmapiRecipe | schema.EncoderRecipe:
-    _refuse_unknown(path, "", table, schema.KEYS)
-    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
+    kind = schema.RECIPE_TABLES.get(str(table.get("kind")))
+    _refuse_unknown(path, "", table, schema.KEYS, tuple(schema.fields_of(kind)) if kind else schema.KEYS)
+    modes = schema.SPECULATIVE_KEYS
+    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), modes, modes)
     try:
         declared = schema.FILE.validate_python(dict(table))
     except ValidationError as exc:
@@ -295,10 +297,11 @@ def _declared(
     return declared
 
 
-def _refuse_unknown(path: Path, name: str, table: object, known: tuple[str, ...]) -> None:
+def _refuse_unknown(path: Path, name: str, table: object, known: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    """known: keys that some kind has. allowed: those to name for one that none has."""
     for key in table if isinstance(table, Mapping) else ():
         if key not in known:
-            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, known))
+            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, allowed))
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:

@@ -52,6 +52,8 @@ def test_an_unknown_key_is_refused_with_the_file_the_key_and_the_nearest_one():
     error = refusal(table(max_batchsize=4))
     assert error.path == "somewhere/mine.toml" and error.key == "max_batchsize"
     assert str(error).startswith("somewhere/mine.toml: max_batchsize: unknown key; nearest is 'max_batch_size'")
+    of_cpu = str(refusal(CPU_TABLE | {"max_batchsize": 4}))
+    assert "kv_cache_fraction" in str(error) and "kv_cache_tokens" in of_cpu and "kv_cache_fraction" not in of_cpu
 
 
 @pytest.mark.parametrize(
