@@ -70,14 +70,15 @@ def passes(result: ProbeResult, before: ServerMetrics | None, after: ServerMetri
     A full server refuses probes or lets them wait. It is live as long as the engine makes steps and responses reach
     other clients. Responses alone prove nothing: the engine's probes of silent streams are counted among them. One
     step and one response may be the liveness probe's own. While an engine reads long prompts and generates nothing
-    there are no responses, for longer than three probes wait.
+    there are no responses, for longer than three probes wait; then a request is left in it, and any step is progress.
     """
     if result.outcome not in (Outcome.BUSY, Outcome.TIMED_OUT):
         return result.outcome is Outcome.PASSED
     if before is None or after is None or before.steps is None or after.steps is None:
         return False
-    responds = after.responses > before.responses + 1 or after.generating == 0
-    return after.steps > before.steps + 1 and responds
+    if after.generating == 0 and after.in_engine:
+        return after.steps > before.steps
+    return after.steps > before.steps + 1 and after.responses > before.responses + 1
 
 
 def result_of_error(error: TridentError, timeout_s: float) -> ProbeResult:

@@ -13,6 +13,7 @@ from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN, WHOLE_PROMPT_TOKENS
 
 _UNKNOWN = 4 * BLOCK_TOKENS  # tokens, before enough steps were seen
 _ENOUGH = 8  # steps
+_ALONE_S = 1.0  # of a step beside which nothing runs: what comes meanwhile waits for its end
 _DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
 _UNCERTAIN = 100.0  # the variance of a coefficient before the first step, and at most
 _OUTLIER = 1.5  # times what was expected: the process waited for a core
@@ -57,18 +58,16 @@ class StepBudget:
     def tokens(self, running: int, waiting: int, begin: int) -> int:
         """Return the prompt tokens of the next step, a block at least.
 
-        running: sequences whose next token the step makes; without any it is as long as it may be.
+        running: sequences whose next token the step makes; without any it takes _ALONE_S.
         waiting: prompts that are not read. The more of them wait for each running sequence, the longer is the step.
         begin: tokens of the first of these prompts that were read: the more, the longer take those that follow.
         """
         room = max(BLOCK_TOKENS, self.most - running)
-        if not running:
-            return room
         if self._seen < _ENOUGH:
             return min(room, _UNKNOWN)
         step_s, of_running_s, of_token_s, of_attended_s = map(truediv, self._seconds, _SCALES)
         without_s = max(step_s + of_running_s * running, 1e-6)
-        longer_s = (MAX_SLOWDOWN - 1 + waiting / running) * without_s
+        longer_s = (MAX_SLOWDOWN - 1 + waiting / running) * without_s if running else max(_ALONE_S - without_s, 1e-6)
         # Noise may leave a part below 0, by which a prompt that is read farther must not seem cheaper.
         first_s = max(of_token_s + begin * max(of_attended_s, 0.0), 1e-9)
         # first_s × tokens + of_attended_s × tokens² / 2 = longer_s

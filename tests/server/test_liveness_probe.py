@@ -94,9 +94,10 @@ def test_a_full_or_slow_server_is_live_only_while_it_answers_other_requests(outc
     result = ProbeResult(outcome)
     assert passes(result, BEFORE, AFTER)
     assert not passes(result, BEFORE, replace(AFTER, responses=101))  # the probe's own response
-    reading = replace(AFTER, responses=100, generating=0)  # a long prompt, and nothing else
-    assert passes(result, BEFORE, reading) and not passes(result, BEFORE, replace(reading, steps=51))
+    reading = replace(AFTER, responses=100, steps=51, generating=0)  # a long prompt, and nothing else
+    assert passes(result, BEFORE, reading) and not passes(result, BEFORE, replace(reading, steps=50))
     assert not passes(result, BEFORE, replace(reading, generating=1))
+    assert not passes(result, BEFORE, replace(reading, in_engine=0))  # the probe's own step
     assert not passes(result, None, AFTER) and not passes(result, BEFORE, None)
 
 

@@ -49,9 +49,15 @@ def test_the_more_prompts_wait_for_each_running_sequence_the_longer_is_a_step():
     assert budget.tokens(0, 1, 0) == 512
 
 
+@pytest.mark.parametrize(("token_s", "tokens"), [(0.0003, 512), (0.005, 190), (0.02, 47), (1.0, 32)])
+def test_without_running_sequences_a_step_takes_a_second_at_most(token_s, tokens):
+    """On a slow machine what comes meanwhile would wait for half a minute, and so would the liveness probe."""
+    assert fed(0.05, 0.001, token_s).tokens(0, 1, 0) == pytest.approx(tokens, rel=0.1)
+
+
 def test_before_enough_steps_were_seen_a_piece_is_a_few_blocks():
     budget = StepBudget(512)
-    assert budget.tokens(4, 1, 0) == 128 and budget.tokens(0, 1, 0) == 512
+    assert budget.tokens(4, 1, 0) == budget.tokens(0, 1, 0) == 128
     assert StepBudget(64).tokens(60, 1, 0) == 32  # a block at least, or prompts would never be read
 
 
