@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -183,19 +183,19 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
     text, rows = lengths.read_text(path, "arrivals"), []
     try:
         if path.suffix == ".csv":
-            tables = list(csv.DictReader(text.splitlines()))
+            tables: Iterable[dict] = csv.DictReader(text.splitlines())
         else:
-            tables = [json.loads(line) for line in text.splitlines() if line.strip()]
+            tables = (json.loads(line) for line in text.splitlines() if line.strip())
         for table in tables:
             row = Arrival(float(table["at_s"]), _whole(table, "input_tokens"), _whole(table, "output_tokens"))
             if not row.at_s >= 0 or not math.isfinite(row.at_s):
                 raise ValueError(f"at_s is {row.at_s}")
             rows.append(row)
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except lengths.MALFORMED as exc:
         form = "one request per line with at_s and optionally input_tokens, output_tokens"
-        raise InvalidArgument("arrivals", f"{path} must have {form}; request {len(rows) + 1}: {exc}") from exc
+        raise InvalidArgument("arrivals", f"must have {form}, got {path}, request {len(rows) + 1}: {exc}") from exc
     if not rows:
-        raise InvalidArgument("arrivals", f"{path} has no requests")
+        raise InvalidArgument("arrivals", f"must have one request at least, got {path} without any")
     return Trace(tuple(sorted(rows, key=lambda row: row.at_s)), speed)
 
 

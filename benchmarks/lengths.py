@@ -14,6 +14,8 @@ from typing import Protocol
 from contract.errors import InvalidArgument
 
 MOST, MOST_SIGMA = 1_000_000, 10.0
+# What reading numbers of a malformed file raises: OverflowError for 1e400, RecursionError for JSON nested too deeply.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
 FORMS = "N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE"
 
 
@@ -94,9 +96,9 @@ def read_histogram(path: Path, field: str) -> Histogram:
                 rows = rows[1:]
             lengths, counts = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
         return checked_histogram(lengths, counts)
-    except (ValueError, KeyError, TypeError, IndexError) as exc:
+    except MALFORMED as exc:
         form = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
-        raise InvalidArgument(field, f"{path} must have {form}: {exc}") from exc
+        raise InvalidArgument(field, f"must have {form}, got {path}: {exc}") from exc
 
 
 def read_text(path: Path, field: str) -> str:
@@ -106,7 +108,7 @@ def read_text(path: Path, field: str) -> str:
     except OSError as exc:
         raise InvalidArgument(field, f"must name a file that can be read, got {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
-        raise InvalidArgument(field, f"{path} is not text: {exc}") from exc
+        raise InvalidArgument(field, f"must name a file of UTF-8 text, got {path}: {exc}") from exc
 
 
 def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histogram:

@@ -25,7 +25,7 @@ def read(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as exc:
         raise InvalidArgument(str(path), f"must be a file that can be read: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # also of a number too long or of tables nested too deeply
         raise InvalidArgument(str(path), f"must be TOML: {exc}") from exc
 
 
@@ -43,8 +43,12 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
     problem = f"must {rest if should else 'be ' + error['msg']}, got {error['input']!r}"
     if error["type"] == "value_error":  # a validator's own words
         words = str(error["ctx"]["error"])
-        name, _, problem = words.partition(": ") if not words.startswith("must") else ("", "", words)
+        name, colon, problem = words.partition(": ")
+        if words.startswith("must") or not colon:
+            name, problem = "", words
         place += [name] if name else []
+    elif error["type"] == "model_type":
+        problem = f"must be a table, got {error['input']!r}"
     elif error["type"] == "extra_forbidden":
         problem = f"is not known: must be one of {', '.join(allowed(model, place[:-1]))}"
     elif error["type"] == "missing":

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
                 fidelity.keep(options.engine, found)
             return 0
         for field, path in (("json", options.json), ("plot", getattr(options, "plot", None))):
-            if path and not path.absolute().parent.is_dir():
+            if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise InvalidArgument(field, f"must be a file of a folder that exists, got {path}")
             if path and field == "plot" and path.suffix not in SUFFIXES:
                 raise InvalidArgument(field, f"must end in {', '.join(SUFFIXES)}, got {path}")

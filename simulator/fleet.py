@@ -249,7 +249,7 @@ def gateway(scenario: Scenario, keys: Sequence[str], fleet: Fleet, seed: int, nu
     if known._reading.keys.quotas:
         settings = Settings.from_environment(environ | database)
     new = [key for key in dict.fromkeys(keys) if key and known.named(key.rpartition("/")[0], key) is None]
-    environ = {API_KEYS: ",".join(f"{key}=simulated-{key.replace('/', '-')}-key" for key in new)} if new else {}
+    environ = {API_KEYS: ",".join(f"{key}=simulated-key-of-{key}" for key in new)} if new else {}
     configuration = Configuration(path, environ | database, pools.of(settings))
     policy, sources = configuration.policy, configuration.pools.sources
     for field, problem, holds in (

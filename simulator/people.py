@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.arrivals import Arrival
@@ -51,6 +52,18 @@ def tenant(gateway: Service, name: str, persona: Persona) -> Tenant:
     return found
 
 
+@dataclass
+class Sent(Record):
+    """A request of a persona.
+
+    user: of a closed loop; None in an open one. nth: of the user's requests, or of the persona's. Equal seeds draw it
+    by these two, whatever came of the others.
+    """
+
+    user: int | None = None
+    nth: int = 0
+
+
 class People:
     """One persona. ``run`` sends until ``until_s``; ``tasks`` are the requests under way, ``records`` all requests.
 
@@ -65,8 +78,8 @@ class People:
         self._rng = random.Random(f"{seed} {name}")
         self._arrivals = random.Random(f"{seed} {name} arrivals")
         self._start_hour, self._seed = start_hour, seed
-        self.records: list[Record] = []
-        self.tasks: set[asyncio.Task[Record]] = set()
+        self.records: list[Sent] = []
+        self.tasks: set[asyncio.Task[Sent]] = set()
         self._turn = count()
         self._tenants = [tenant(gateway, name, persona) for gateway in gateways]
         # The whole prompts of a group begin alike, as long as they are.
@@ -87,15 +100,18 @@ class People:
                 continue
             if at_s > self._loop.time():
                 await asyncio.sleep(at_s - self._loop.time())
-            self._send(at_s, self._rng, arrival)
+            self._send(at_s, self._rng, arrival=arrival)
 
     async def _user(self, began_s: float, begin_s: float, end_s: float, number: int) -> None:
         """Send, read, think, and again; a user stays away at hours with fewer users than his number."""
-        persona, rng = self._persona, random.Random(f"{self._seed} {self.name} {number}")
+        persona, nth = self._persona, 0
+        name = f"{self._seed} {self.name} {number}"
+        rng = random.Random(name)
         await asyncio.sleep(max(0.0, begin_s - self._loop.time()) + rng.random() * persona.think_s)
         while (now_s := self._loop.time()) < end_s:
             if number < persona.users * self._part(now_s - began_s):
-                await asyncio.shield(self._send(now_s, rng, session=f"{self.name}-{number}"))
+                await asyncio.shield(self._send(now_s, random.Random(f"{name} {nth}"), number, nth))
+                nth += 1
             await asyncio.sleep(rng.expovariate(1 / persona.think_s) if persona.think_s else 0.001)
 
     def _part(self, passed_s: float) -> float:
@@ -104,8 +120,8 @@ class People:
         return day[int(self._start_hour + passed_s / HOUR_S) % 24] if day is not None else 1.0
 
     def _send(
-        self, at_s: float, rng: random.Random, arrival: Arrival | None = None, session: str = ""
-    ) -> asyncio.Task[Record]:
+        self, at_s: float, rng: random.Random, user: int | None = None, nth: int = 0, arrival: Arrival | None = None
+    ) -> asyncio.Task[Sent]:
         persona = self._persona
         tokens, answer = persona.input.draw(rng), persona.output.draw(rng)
         if arrival is not None:
@@ -116,19 +132,20 @@ class People:
             group = rng.randrange(len(self._prefixes))
             tokens = max(tokens, persona.prefix_tokens + 1)
             shared, head = (f"{self.name}/{group}", persona.prefix_tokens), f"{self._prefixes[group]}{number} "
-        if persona.sessions and not session:
-            session = f"{self.name}-{rng.randrange(persona.sessions)}"
+        session = ""
+        if persona.sessions:
+            session = f"{self.name}-{rng.randrange(persona.sessions) if user is None else user}"
         prompt = Prompt.of(_text(tokens, head), tokens, answer, shared)
-        record = Record(number, at_s, at_s)
+        record = Sent(number, at_s, at_s, user=user, nth=number if user is None else nth)
         self.records.append(record)
         request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
         leaves = rng.randint(1, 1 + answer // 2) if persona.leave and rng.random() < persona.leave else 0
-        task = asyncio.create_task(self._request(record, request, session if persona.sessions else "", leaves))
+        task = asyncio.create_task(self._request(record, request, session, leaves))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def _request(self, record: Record, request: GenerationRequest, session: str, leaves: int) -> Record:
+    async def _request(self, record: Sent, request: GenerationRequest, session: str, leaves: int) -> Sent:
         """Send until there is an answer. leaves: tokens after which the sender leaves; 0: never."""
         persona = self._persona
         self._ledger.began(self.name)

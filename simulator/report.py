@@ -58,8 +58,7 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figures(result: Result, records: Sequence[Record]) -> dict[str, Any]:
     scenario = result.scenario
-    window = BEGAN_S + scenario.warmup_s, BEGAN_S + scenario.duration_s
-    found = asdict(figures.compute(records, window, Slo(scenario.slo_ttft_s, scenario.slo_latency_s)))
+    found = asdict(figures.compute(records, result.window, Slo(scenario.slo_ttft_s, scenario.slo_latency_s)))
     parts = [_parts(record) for record in records if record.timings is not None and record.messages]
     largest = Counter(max(PARTS, key=one.__getitem__) for one in parts)
     found["largest_part_of_ttft"] = {name: count / len(parts) for name, count in sorted(largest.items())}
@@ -152,7 +151,7 @@ def plot(result: Result, path: Path) -> None:
 
 def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Compare two runs of the same people: their figures side by side, and request by request the mean differences of
-    those that both answered, with half the width of their 95 % confidence interval, in seconds."""
+    those that both answered after the warm-up, with half the width of their 95 % confidence interval, in seconds."""
     rows = [
         (f"{name.removesuffix('_s')} {q}, ms", *(_ms(one["all"][name][q]) for one in told))
         for name in SPREADS
@@ -163,7 +162,8 @@ def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -
     rows.append(("cost", *(f"{one['cost']:.3f}" for one in told)))
     lines, found = [table(rows, ("", "first", "second"))], {}
     for name in sorted(first.records.keys() & second.records.keys()):
-        pairs = [(a, b) for a, b in zip(first.records[name], second.records[name], strict=False) if a.ok and b.ok]
+        before, after = (_answered(result, name) for result in (first, second))
+        pairs = [(one, after[sender]) for sender, one in before.items() if sender in after]
         for what in ("ttft_s", "latency_s") if len(pairs) > 1 else ():
             differences = [getattr(b, what) - getattr(a, what) for a, b in pairs]
             mean = sum(differences) / len(pairs)
@@ -171,6 +171,13 @@ def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -
             found[f"{name} {what}"] = {"pairs": len(pairs), "mean_s": round(mean, 9), "half_width_s": round(width, 9)}
             lines.append(f"  {name} {what}: {1e3 * mean:+.2f} ± {1e3 * width:.2f} ms in {len(pairs)} requests")
     return "\n".join(lines), found
+
+
+def _answered(result: Result, persona: str) -> dict[tuple[int | None, int], Record]:
+    """Return the answered requests of the window, by user and number."""
+    begin_s, end_s = result.window
+    records = result.records[persona]
+    return {(one.user, one.nth): one for one in records if one.ok and begin_s <= one.intended_s <= end_s}
 
 
 def _ms(seconds: float | None) -> str:

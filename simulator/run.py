@@ -21,7 +21,7 @@ from gateway.service import Service
 from simulator import fleet, virtual_time
 from simulator.fleet import Fleet
 from simulator.invariants import Ledger
-from simulator.people import HOUR_S, People
+from simulator.people import HOUR_S, People, Sent
 from simulator.replica import plain_wire
 from simulator.scenario import Scenario
 
@@ -54,7 +54,7 @@ class Result:
 
     scenario: Scenario
     seed: int
-    records: dict[str, list[Record]]
+    records: dict[str, list[Sent]]
     samples: list[Sample]
     decisions: list[tuple[float, str, int, str]]
     replica_hours: dict[str, float]
@@ -62,6 +62,11 @@ class Result:
     counts: Counter[str]
     releases: list[dict[str, Any]]
     violations: Counter[str]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """When the requests of the figures are sent: after the warm-up."""
+        return BEGAN_S + self.scenario.warmup_s, BEGAN_S + self.scenario.duration_s
 
     @property
     def everyone(self) -> list[Record]:

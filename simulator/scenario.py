@@ -67,8 +67,10 @@ class Pool(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _measured(cls, table: dict[str, Any]) -> dict[str, Any]:
-        engine, step = table.get("engine", ""), table.get("step")
+    def _measured(cls, table: Any) -> Any:
+        if not isinstance(table, dict) or not isinstance(engine := table.get("engine", ""), str):
+            return table
+        step = table.get("step")
         if bool(engine) == (step is not None):
             raise ValueError("step: must be set if engine is not, else left out")
         try:

@@ -103,6 +103,8 @@ class Rules(BaseModel):
     @classmethod
     def _full(cls, table: Any) -> Any:
         """Give every pool what it does not name from the defaults."""
+        if not isinstance(table, dict):
+            return table
         pools, defaults = (table.get(name, {}) for name in ("pools", "defaults"))
         if not (isinstance(pools, dict) and isinstance(defaults, dict)):
             return table

@@ -121,21 +121,26 @@ def test_numbers_out_of_range_are_refused_with_the_range(text):
         '{"at_s": 1, "input_tokens": 0}',
         "7",
         '{"at_s": 1, "input_tokens": 3.7}',
+        '{"at_s": 1, "input_tokens": 1e400}',
+        '{"at_s": 1' + "0" * 400 + "}",
+        "[" * 100_000,
     ],
+    ids=lambda line: line[:40],
 )
 def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"at_s": 0}\n' + line)
-    with pytest.raises(InvalidArgument, match=r"^arrivals: .* must have one request per line .*request \d+: "):
+    with pytest.raises(InvalidArgument, match=r"^arrivals: must have one request per line .*") as caught:
         arrivals.read_trace(file)
+    assert f", got {file}, request 2: " in caught.value.problem
 
 
 def test_traces_that_are_missing_or_empty_are_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InvalidArgument, match="has no requests"):
+    with pytest.raises(InvalidArgument, match="arrivals: must have one request at least, got .*empty.jsonl"):
         arrivals.parse(f"trace:{tmp_path}/empty.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidArgument, match="is not text"):
+    with pytest.raises(InvalidArgument, match="arrivals: must name a file of UTF-8 text, got .*bytes.jsonl: "):
         arrivals.parse(f"trace:{tmp_path}/bytes.jsonl")
     with pytest.raises(InvalidArgument, match="can be read, got .*No such file"):
         arrivals.parse("trace:/nowhere.jsonl")

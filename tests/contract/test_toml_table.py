@@ -22,6 +22,8 @@ class Inner(BaseModel):
             raise ValueError(f"size: must be at most 5, got {self.size}")
         if self.size < 0:
             raise ValueError("must be of a size")
+        if self.size == 0:
+            raise ValueError("words of a library")
         return self
 
 
@@ -48,6 +50,8 @@ def test_a_table_becomes_a_model(tmp_path):
         ({"name": "", "listed": [{}, {"x": 1}]}, "listed.1.x", "is not known: must be one of size, class"),
         ({"name": "", "tables": {"a": {"size": 9}}}, "tables.a.size", "must be at most 5, got 9"),
         ({"name": "", "tables": {"a": {"size": -1}}}, "tables.a", "must be of a size"),
+        ({"name": "", "tables": {"a": {"size": 0}}}, "tables.a", "words of a library"),
+        ({"name": "", "tables": {"a": 3}}, "tables.a", "must be a table, got 3"),
     ],
 )
 def test_what_is_wrong_is_named(table: dict, field: str, problem: str):
@@ -59,6 +63,9 @@ def test_what_is_wrong_is_named(table: dict, field: str, problem: str):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match="must be a file that can be read"):
         read(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("a = ")
-    with pytest.raises(InvalidArgument, match="must be TOML"):
-        read(tmp_path / "bad.toml")
+    bad = tmp_path / "bad.toml"
+    for text in ("a = ", "a = " + "[" * 5000, "a = " + "1" * 5000):
+        bad.write_text(text)
+        with pytest.raises(InvalidArgument, match="must be TOML") as caught:
+            read(bad)
+        assert caught.value.field == str(bad)

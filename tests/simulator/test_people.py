@@ -40,6 +40,12 @@ def test_the_people_of_a_policy_with_keys_need_one(tmp_path):
         simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
 
 
+def test_short_keys_without_a_policy_are_of_different_tenants():
+    people = {name: CHAT | {"key": name} for name in ("o/t/k", "a-b/c/d", "a/b-c/d")}
+    result = simulated(duration_s=4.0, personas=people)
+    assert len(result.everyone) > 20 and all(record.ok for record in result.everyone)
+
+
 def test_classes_are_those_of_the_policy(tmp_path):
     (tmp_path / "gateway.toml").write_text("[classes.slow]\npriority = 7\nmax_tokens = 5\n")
     people = {"chat": CHAT | {"class": "slow", "output": "40"}}

@@ -57,6 +57,27 @@ def test_two_runs_are_compared_request_by_request():
     assert "chat latency_s: +" in shown
 
 
+@pytest.mark.parametrize("day", [None, [1.0, 0.5] * 12])
+def test_the_pairs_of_closed_loops_are_the_same_requests(day):
+    users = {"users": 6, "think_s": 1.0, "input": CHAT["input"], "output": CHAT["output"], "day": day}
+    people, slow = {"chat": users}, {"main": POOL | {"step": {"step_s": 0.06}}}
+    near = {"duration_s": 40.0, "start_hour": 23.995, "personas": people}  # the hour ends within the run
+    found = [report._answered(simulated(**near, **other), "chat") for other in ({}, {"pools": slow})]
+    both = found[0].keys() & found[1].keys()
+    assert len(both) > 20 and {user for user, _ in both} == set(range(6))
+    assert len({one.input_tokens for one in found[0].values()}) > 10
+    for sender in both:
+        first, second = (one[sender] for one in found)
+        assert (first.input_tokens, first.usage_tokens) == (second.input_tokens, second.usage_tokens)
+
+
+def test_pairs_leave_the_warm_up_out():
+    runs = [simulated(warmup_s=warmup_s) for warmup_s in (5.0, 10.0)]
+    _, pairs = report.compared(*runs, [report.of(one, {}) for one in runs])
+    late = [one for one in runs[0].everyone if one.intended_s >= runs[1].window[0]]
+    assert pairs["chat ttft_s"]["pairs"] == len(late) < len(runs[0].everyone)
+
+
 def test_the_command_line(tmp_path, capsys):
     path, out = tmp_path / "small.toml", tmp_path / "out.json"
     path.write_text(SCENARIO)
@@ -66,9 +87,15 @@ def test_the_command_line(tmp_path, capsys):
     assert "a minute" in shown.err
     assert main(["compare", str(path), str(path), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["pairs"]["chat ttft_s"]["mean_s"] == 0
-    for option in (["--plot", "x.bmp"], ["--plot", str(path / "x.png")], ["--json", str(tmp_path / "none" / "x")]):
+    capsys.readouterr()
+    for option in (
+        ["--plot", "x.bmp"],
+        ["--plot", str(path / "x.png")],
+        ["--json", str(tmp_path / "none" / "x")],
+        ["--json", str(tmp_path)],
+    ):
         assert main(["run", str(path), *option]) == 2
-        assert f"simulator: {option[0][2:]}: must " in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith(f"simulator: {option[0][2:]}: must ")  # and not behind the pace
     path.write_text(SCENARIO.replace("4\n", "4", 1).replace("poisson", "often"))
     assert main(["run", str(path)]) == 2
     assert "personas.chat.arrivals: must be poisson:RATE" in capsys.readouterr().err

@@ -31,6 +31,10 @@ def test_files_are_relative_to_the_scenario(tmp_path):
     "change, field, problem",
     [
         ({"pools": {}}, "pools", "at least 1 item"),
+        ({"pools": {"m": 3}}, "pools.m", "must be a table, got 3"),
+        ({"pools": {"m": {"engine": 3}}}, "pools.m.engine", "must be a valid string, got 3"),
+        ({"scaling": 3}, "scaling", "must be a table, got 3"),
+        ({"personas": {"a": 3}}, "personas.a", "must be a table, got 3"),
         ({"duration_s": "x"}, "duration_s", "must be a valid number, got 'x'"),
         ({"pools": {"m": {"step": {"fixed": 1}}}}, "pools.m.step", "fixed: is no field of a step model"),
         ({"pools": {"m": {"step": {}}}}, "pools.m.step", "step_s: is missing"),
@@ -78,6 +82,18 @@ def test_what_is_wrong_is_named(change: dict, field: str, problem: str):
     with pytest.raises(InvalidArgument) as caught:
         of({**WHOLE, **change}, "s.toml")
     assert caught.value.field == f"s.toml: {field}" and problem in caught.value.problem
+
+
+def test_a_file_that_a_field_names_is_wrong_by_that_field(tmp_path):
+    (tmp_path / "empty").touch()
+    for field, kind, problem in (
+        ("arrivals", "trace", "must have one request at least"),
+        ("input", "histogram", "must have JSON"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            of({**WHOLE, "personas": {"a": {field: f"{kind}:empty"}}}, "s.toml", tmp_path)
+        assert caught.value.field == f"s.toml: personas.a.{field}" and caught.value.problem.startswith(problem)
+        assert f"got {tmp_path / 'empty'}" in caught.value.problem
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "simulator" / "scenarios").glob("*.toml")), ids=lambda path: path.stem)

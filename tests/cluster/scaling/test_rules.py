@@ -44,6 +44,8 @@ def test_the_ceiling_is_what_the_money_pays_for():
         ({"defaults": {"headroom": 3}}, "defaults.headroom", "is not known: must be one of min_replicas, "),
         ({"pool": {}}, "pool", "is not known: must be one of defaults, pools"),
         ({"pools": 3}, "pools", "got 3"),
+        ({"pools": {"a": 3}}, "pools.a", "must be a table, got 3"),
+        ({"defaults": 3}, "defaults", "must be a table, got 3"),
         ({"defaults": {"min_replicas": 11}}, "defaults.min_replicas", "must be at most max_replicas, got 11"),
         ({"defaults": {"least_headroom": 0.5}}, "defaults.most_headroom", "must be at least least_headroom, got 0.4"),
         ({"defaults": {"cost_per_hour": 3.0}}, "defaults.replica_hour", "must be set with cost_per_hour, got 0"),
