@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import signal
 import sys
 import tempfile
 import time
@@ -41,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     try:
         _check(given)
-        return asyncio.run(_main(given))
+        return asyncio.run(_until_sigterm(given))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,6 +60,18 @@ def _check(given: argparse.Namespace) -> None:
         for name in filter(None, getattr(given, field).split(",")):
             if name not in allowed:
                 raise InvalidArgument(f"--{field}", f"must be of {', '.join(allowed)}, got {name!r}")
+
+
+async def _until_sigterm(given: argparse.Namespace) -> int:
+    """Run; SIGTERM cancels it, as SIGINT does, so that the fleet is closed."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_main(given))
+
+    def stop() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)  # `timeout` sends two; the second must not stop closing
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    return await task
 
 
 async def _main(given: argparse.Namespace) -> int:

@@ -101,8 +101,10 @@ async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> Non
         pids = fleet.pids(fault.target, kind.process)
         _signal(pids, signal.SIGKILL if name.startswith("kill.") else signal.SIGSTOP)
         if kind.for_s:
-            await asyncio.sleep(fault.for_s)
-            _signal(pids, signal.SIGCONT)
+            try:
+                await asyncio.sleep(fault.for_s)
+            finally:  # also of a run that is cancelled: SIGTERM does not end a stopped process
+                _signal(pids, signal.SIGCONT)
     record.happened.append(Happened(fault, at_s, time.monotonic()))
 
 

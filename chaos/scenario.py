@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 from chaos.faults import KINDS
 from contract.errors import InvalidArgument
 
+FORMS = "seed N, duration SECONDS, rate NUMBER or at SECONDS KIND TARGET [for SECONDS]"
+# Of the numbers in a script, seconds but for the rate, which is requests per second.
+RANGES = {"duration": (1.0, 600.0), "rate": (0.1, 100.0), "at": (0.0, 600.0), "for": (0.1, 600.0)}
 EARLIEST_S = 3.0  # what is measured before the first fault is what is undisturbed
 TAIL_S = 6.0  # of the load behind the last fault
 PAIRED = 0.4  # of the faults, which begin within a second of the one before
@@ -69,50 +73,67 @@ def possible(scenario: Scenario, without: Collection[str]) -> Scenario:
 
 def parse(text: str) -> Scenario:
     """Read a script. Raises InvalidArgument that names the line."""
-    numbers = {"seed": 0.0, "duration": 25.0, "rate": 5.0}
-    faults = []
+    seed, numbers = 0, {"duration": 25.0, "rate": 5.0}
+    faults: list[tuple[Fault, int, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         try:
-            if not words:
-                continue
-            if words[0] == "at" and len(words) in (4, 6):
-                faults.append(_fault(words))
-            else:
-                name, value = words
-                numbers[name] = (int if name == "seed" else float)(value) if name in numbers else numbers[name]
-        except (ValueError, KeyError) as exc:
-            form = "seed N, duration SECONDS, rate NUMBER or at SECONDS KIND TARGET [for SECONDS]"
-            raise InvalidArgument(f"line {number}", f"must be {form}, got {line!r}: {exc}") from exc
-    if not 1 <= numbers["duration"] <= 600 or not 0.1 <= numbers["rate"] <= 100:
-        got = f"got {numbers['duration']:g} and {numbers['rate']:g}"
-        raise InvalidArgument("duration, rate", f"must be 1 to 600 seconds and 0.1 to 100 requests a second, {got}")
-    late = [fault for fault in faults if not 0 <= fault.at_s <= fault.end_s <= numbers["duration"]]
-    if late:
-        raise InvalidArgument("at", f"must be within the duration of {numbers['duration']:g} s, got {late[0]}")
-    faults.sort(key=lambda fault: fault.at_s)
-    return Scenario(int(numbers["seed"]), numbers["duration"], numbers["rate"], tuple(faults))
+            if words[:1] == ["at"] and len(words) in (4, 6):
+                faults.append((_fault(words), number, line))
+            elif len(words) == 2 and words[0] == "seed":
+                seed = _seed(words[1])
+            elif len(words) == 2 and words[0] in numbers:
+                numbers[words[0]] = _number(words[0], words[1])
+            elif words:
+                raise ValueError(f"must be {FORMS}")
+        except ValueError as exc:
+            raise InvalidArgument(f"line {number}", f"{exc}, got {line!r}") from exc
+    for fault, number, line in faults:  # `duration` may stand behind them
+        if fault.end_s > numbers["duration"]:
+            allowed = f"must be within the duration of {numbers['duration']:g} s"
+            raise InvalidArgument(f"line {number}", f"{allowed}, got {line!r}")
+    ordered = sorted((fault for fault, _, _ in faults), key=lambda fault: fault.at_s)
+    return Scenario(seed, numbers["duration"], numbers["rate"], tuple(ordered))
+
+
+def _seed(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError("seed must be a whole number") from None
+
+
+def _number(name: str, word: str) -> float:
+    """Return the number of a line, within what RANGES has for ``name``. Raises ValueError that says what is allowed."""
+    least, most = RANGES[name]
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be a number from {least:g} to {most:g}")
+    return number
 
 
 def _fault(words: list[str]) -> Fault:
-    at_s, kind, target = float(words[1]), words[2], words[3]
+    at_s, kind, target = _number("at", words[1]), words[2], words[3]
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}")
     if target not in KINDS[kind].targets:
-        raise ValueError(f"target must be one of {', '.join(KINDS[kind].targets)}")
-    if (KINDS[kind].for_s is None) == (len(words) == 6) or (len(words) == 6 and words[4] != "for"):
-        raise ValueError("needs `for SECONDS`" if KINDS[kind].for_s else "is over at once and takes no `for`")
-    for_s = float(words[5]) if len(words) == 6 else 0.0
-    if len(words) == 6 and not for_s > 0:
-        raise ValueError("SECONDS of `for` must be above 0")
-    return Fault(at_s, kind, target, for_s)
+        raise ValueError(f"target of {kind} must be one of {', '.join(KINDS[kind].targets)}")
+    lasts = KINDS[kind].for_s is not None
+    if words[4:5] != ["for"] * lasts:
+        raise ValueError(f"{kind} must {'end in' if lasts else 'have no'} `for SECONDS`")
+    return Fault(at_s, kind, target, _number("for", words[5]) if lasts else 0.0)
 
 
 def read(path: Path) -> Scenario:
-    """Read a script's file. Raises InvalidArgument."""
+    """Read a script's file. Raises InvalidArgument that names the file and the line."""
     try:
         return parse(path.read_text("utf-8"))
     except OSError as exc:
         raise InvalidArgument("SCENARIO", f"must be a file that can be read, got {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise InvalidArgument("SCENARIO", f"must be text in UTF-8, got {path}: {exc}") from exc
+    except InvalidArgument as exc:
+        raise InvalidArgument(f"{path}: {exc.field}", exc.problem) from exc

@@ -1,20 +1,79 @@
 """A run as a whole: `make chaos` is its test; here what needs no fleet."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
+import psutil
 import pytest
 
 from chaos import run
+from chaos.fleet import Fleet
+from chaos.invariants import Record
 from chaos.load import LEFT, PROMPTS, Outcome
+from chaos.scenario import Fault
 
 
 def test_a_process_that_is_gone_gets_no_signal():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     run._signal([ended.pid], signal.SIGKILL)
+
+
+async def test_a_fault_that_is_cancelled_leaves_no_process_stopped(tmp_path):
+    fleet = Fleet(tmp_path)
+    fleet._add("gateway-2", ["sleep", "60"])
+    process = psutil.Process(fleet.processes["gateway-2"].pid)
+    fault = Fault(0.0, "stop.gateway", "gateway-2", 60.0)
+    doing = asyncio.create_task(run._do(fleet, fault, 0.0, Record({}, 0, 0.0)))
+    try:
+        await _until(lambda: process.status() == psutil.STATUS_STOPPED)
+        doing.cancel()
+        await asyncio.wait({doing})
+        await _until(lambda: process.status() != psutil.STATUS_STOPPED)
+    finally:
+        await fleet.close()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+# A run whose fleet is one program that a fault stops.
+STOPPED = """
+import signal, sys
+from chaos import __main__, run
+from chaos.fleet import Fleet
+async def start(fleet):
+    fleet._add("gateway-2", ["sleep", "600"])
+async def observed(fleet, scenario):
+    pid = fleet.processes["gateway-2"].pid
+    run._signal([pid], signal.SIGSTOP)
+    print("stopped", pid, flush=True)
+    await run.asyncio.sleep(600)
+Fleet.start, run._observed = start, observed
+sys.exit(__main__.main(["--count", "1"]))
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_closes_the_fleet(tmp_path, times: int):
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    chaos = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True, env=environ)
+    assert chaos.stdout is not None
+    process = psutil.Process(next(int(line.split()[1]) for line in chaos.stdout if line.startswith("stopped")))
+    for _ in range(times):
+        chaos.send_signal(signal.SIGTERM)
+    chaos.communicate(timeout=60)
+    assert chaos.returncode == 143
+    assert not process.is_running()
 
 
 def test_what_callers_that_left_had_used_is_in_the_gateways_logs(tmp_path):

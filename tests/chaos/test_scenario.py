@@ -30,26 +30,35 @@ def test_a_hundred_seeds_have_every_kind_and_pairs():
     ("line", "problem"),
     [
         ("at 3 kill.gpu replica-1", "kind must be one of kill.tritonserver"),
-        ("at 3 kill.engine replica-3", "target must be one of replica-1, replica-2"),
-        ("at 3 stop.engine replica-1", "needs `for SECONDS`"),
-        ("at 3 kill.engine replica-1 for 2", "takes no `for`"),
-        ("at soon kill.engine replica-1", "could not convert"),
-        ("at 3 stop.engine replica-1 during 2", "needs `for SECONDS`"),
-        ("speed 3", "line 1: must be seed N"),
+        ("at 3 kill.engine replica-3", "target of kill.engine must be one of replica-1, replica-2"),
+        ("at 3 stop.engine replica-1", "stop.engine must end in `for SECONDS`"),
+        ("at 3 kill.engine replica-1 for 2", "kill.engine must have no `for SECONDS`"),
+        ("at soon kill.engine replica-1", "at must be a number from 0 to 600"),
+        ("at nan kill.engine replica-1", "at must be a number from 0 to 600"),
+        ("at -1 kill.engine replica-1", "at must be a number from 0 to 600"),
+        ("at 4 kill.engine", "must be seed N"),
+        ("at", "must be seed N"),
+        ("foo 1", "must be seed N"),
+        ("seed", "must be seed N"),
+        ("at 3 stop.engine replica-1 during 2", "stop.engine must end in `for SECONDS`"),
         ("at 99 kill.engine replica-1", "within the duration of 25 s"),
-        ("rate 0", "0.1 to 100 requests"),
-        ("duration nan", "1 to 600 seconds"),
-        ("duration 900", "got 900 and 5"),
-        ("seed nan", "line 1: must be seed N"),
-        ("seed 1.5", "line 1: must be seed N"),
-        ("at 3 stop.redis redis for 0", "must be above 0"),
-        ("at 3 stop.redis redis for -1", "must be above 0"),
+        ("at 24 stop.engine replica-1 for 2", "within the duration of 25 s"),
+        ("rate 0", "rate must be a number from 0.1 to 100"),
+        ("rate fast", "rate must be a number from 0.1 to 100"),
+        ("duration nan", "duration must be a number from 1 to 600"),
+        ("duration 900", "duration must be a number from 1 to 600"),
+        ("seed nan", "seed must be a whole number"),
+        ("seed 1.5", "seed must be a whole number"),
+        ("at 3 stop.redis redis for 0", "for must be a number from 0.1 to 600"),
+        ("at 3 stop.redis redis for -1", "for must be a number from 0.1 to 600"),
+        ("at 3 stop.redis redis for long", "for must be a number from 0.1 to 600"),
     ],
 )
 def test_a_wrong_line_is_named(line: str, problem: str):
     with pytest.raises(InvalidArgument) as raised:
-        scenario.parse(line)
-    assert problem in str(raised.value)
+        scenario.parse(f"# first\n{line}\nduration 25")
+    assert raised.value.field == "line 2"
+    assert problem in raised.value.problem and raised.value.problem.endswith(f", got {line!r}")
 
 
 def test_faults_are_in_the_order_of_their_moments(tmp_path):
@@ -58,6 +67,10 @@ def test_faults_are_in_the_order_of_their_moments(tmp_path):
     assert [fault.at_s for fault in scenario.read(path).faults] == [3, 5]
     with pytest.raises(InvalidArgument, match="SCENARIO: must be a file that can be read"):
         scenario.read(tmp_path / "none")
+    path.write_text("seed 1\nfoo 1\n")
+    with pytest.raises(InvalidArgument) as raised:
+        scenario.read(path)
+    assert raised.value.field == f"{path}: line 2"
     path.write_bytes(b"\xff")
     with pytest.raises(InvalidArgument, match="SCENARIO: must be text in UTF-8"):
         scenario.read(path)
