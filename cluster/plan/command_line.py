@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,12 +28,12 @@ def main(arguments: Sequence[str]) -> int:
         given = scenario.read(options.scenario)
         if options.check:
             compared = check.run(given, options.check, options.seconds)
-            print(json.dumps([asdict(one) for one in compared]) if options.json else check.described(compared))
+            _print(json.dumps([asdict(one) for one in compared]) if options.json else check.described(compared))
             return 0
         plans = planner.plan(given, options.scenario)
         if options.plot:
             report.plot(plans, options.plot)
-        print(
+        _print(
             json.dumps([asdict(plan) for plan in plans])
             if options.json
             else "\n\n".join(report.described(plan, given.currency) for plan in plans)
@@ -41,3 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,6 +36,7 @@ BANDWIDTH, COMPUTE = 0.85, 0.6  # what one card reaches of the data sheet: tests
 EXCHANGE = 0.3  # n cards reach 1 / n ** EXCHANGE of that; of the published throughputs of 2, 4 and 8 with NVLink
 LAYER_S = 25e-6  # of a layer, beyond bytes and operations: its kernels in a CUDA graph; measured there, too
 LAUNCH_S = 0.002  # of a step: the engine's scheduler; of the published ITL of TensorRT-LLM in Triton on one H100
+FITTED = 3  # published throughputs, at least, that parts of the data sheet are fitted to
 KV_PART = 0.9  # of the memory beside weights that the KV cache gets
 
 
@@ -101,6 +102,15 @@ def _roofline(
     )
 
 
+def _allowed(given: Accelerator) -> str:
+    """Return the models with published throughputs for such a replica, in words."""
+    tables, cards = json.loads(ANCHORS.read_text("utf-8"))[_TABLE], f" tp{given.cards}"
+    models = [name.removesuffix(cards) for name in tables if name.endswith(cards)]
+    known = [model for model in models if len(_published(model, given.card, given.cards)) >= FITTED]
+    allowed = f"one of {', '.join(known)}" if known else 'left out or ""'
+    return f"{allowed} for {given.cards} x {given.card}"
+
+
 @cache
 def _published(model: str, card: str, cards: int) -> dict[tuple[int, int], float]:
     """Return output tokens per second at full load by (prompt, answer) tokens."""
@@ -116,9 +126,8 @@ def _published(model: str, card: str, cards: int) -> dict[tuple[int, int], float
 def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, float, float, float]:
     """Return the parts of bandwidth and of compute with the least error over the published rows, and the errors."""
     rows = _published(given.published, given.card, given.cards)
-    if len(rows) < 3:
-        problem = f"has no throughputs for {given.cards} x {given.card} in {ANCHORS.name}, got {given.published!r}"
-        raise InvalidArgument(f"{place}.published", problem)
+    if len(rows) < FITTED:
+        raise InvalidArgument(f"{place}.published", f"must be {_allowed(given)}, got {given.published!r}")
     best: tuple[float, float, float, list[float]] = (0.0, 0.0, float("inf"), [])
     parts = [n / 20 for n in range(3, 21)]
     for bandwidth, compute in itertools.product(parts, parts):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from contract.errors import InvalidArgument, TridentError
 MONTH_H = 730.0
 CHECKED = "plan_check.json"  # in an engine's folder
 REQUESTS, ROUNDS = 600, 10  # of a simulated load: so many, and so many more for each sequence that a replica holds
+MOST_REQUESTS = 12_000  # of it: a plan simulates about 90 loads; the most sequences, 2048, still come and go 6 times
+DRAWN = 1000  # requests of a class whose lengths are averaged
+MOST_REFUSED = 0.05  # of a class: objectives hold for 95 of 100 requests
+NEAR = 100  # see _reserved
 SEARCH = 9  # halvings of the interval in which the operating point is
 WHAT_MOVES = {
     "ttft_s": "horizontal: more replicas, less of a queue at each; vertical: faster prefill, cached prefixes",
@@ -53,13 +58,15 @@ class PoolPlan:
     source: measured, published or roofline; the last two are estimates. error_p50_percent, error_p95_percent: of the
     step model. checked: the largest errors of the forecasts of this step model beside the bench, as parts of what was
     measured, by figure of cluster.plan.check; none where they were not compared.
-    rate: requests per second that one replica serves within the objectives: the operating point.
+    refused: part of the requests that are longer than ``longest`` tokens, which the engine refuses; the means, the
+    forecast and the cost of tokens are without them.
+    rate: requests per second that come to one replica within the objectives: the operating point.
     forecast: at that rate. binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
     little: concurrency of the peak hour by Little's law, requests per second times seconds of each.
     kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
     shares: of a step's seconds at the operating point: fixed, context (bandwidth), sequences, prefill (compute).
     replicas: by hour. sensitivity: change in per cent of a day's cost, or of its replica-hours where nothing is priced,
-    by input, for 20 per cent less and more of it; None where the objectives are missed.
+    by input, for 20 per cent less and more of it; None where the objectives are missed or too much is refused.
     check: the command that checks the forecast.
     """
 
@@ -72,6 +79,8 @@ class PoolPlan:
     requests_per_s: tuple[float, ...]
     input_tokens: float
     output_tokens: float
+    refused: float
+    longest: int
     rate: float
     forecast: Forecast
     binds: str
@@ -98,9 +107,7 @@ class _Load:
     seed: int
 
     def lengths(self, rng: random.Random) -> tuple[int, int]:
-        one = rng.choices(self.classes, self.weights)[0]
-        assert one.input is not None and one.output is not None, "the scenario was checked"
-        return one.input.draw(rng), one.output.draw(rng)
+        return _drawn(rng.choices(self.classes, self.weights)[0], rng)
 
     def requests(self, rate: float, count: int) -> list[Request]:
         """Return Poisson arrivals, the same requests at every rate."""
@@ -110,10 +117,29 @@ class _Load:
             found.append(Request(at_s, *self.lengths(rng)))
         return found
 
-    def means(self) -> tuple[float, float]:
-        rng = random.Random(self.seed)
-        drawn = [self.lengths(rng) for _ in range(500)]
-        return sum(size for size, _ in drawn) / len(drawn), sum(size for _, size in drawn) / len(drawn)
+    def means(self, longest: int, place: str) -> tuple[float, float, float]:
+        """Return mean tokens of prompt and answer of requests up to ``longest``, and the part of those that are longer.
+
+        Raises InvalidArgument: too many of a class are longer.
+        """
+        input_tokens = output_tokens = taken = refused = 0.0
+        for number, (one, weight) in enumerate(zip(self.classes, self.weights, strict=True)):
+            rng = random.Random(self.seed)
+            drawn = [sizes for sizes in (_drawn(one, rng) for _ in range(DRAWN)) if sum(sizes) <= longest]
+            longer = 1 - len(drawn) / DRAWN
+            if longer > MOST_REFUSED and (weight or any(one.rates())):
+                problem = f"must be requests of at most {longest} tokens, {1 - MOST_REFUSED:.0%} of them"
+                raise InvalidArgument(f"{place}.classes.{number}", f"{problem}; got {longer:.0%} that are longer")
+            input_tokens += weight * sum(prompt for prompt, _ in drawn)
+            output_tokens += weight * sum(answer for _, answer in drawn)
+            taken += weight * len(drawn)
+            refused += weight * longer
+        return input_tokens / taken, output_tokens / taken, refused / sum(self.weights)
+
+
+def _drawn(one: Class, rng: random.Random) -> tuple[int, int]:
+    assert one.input is not None and one.output is not None, "the scenario was checked"
+    return one.input.draw(rng), one.output.draw(rng)
 
 
 def plan(scenario: Scenario, path: Path) -> list[PoolPlan]:
@@ -130,7 +156,7 @@ def kind_of(pool: Pool, place: str) -> Replica:
         return estimate.replica(pool.estimate, f"{place}.estimate")
     try:
         kind = Replica.of_engine(Path(pool.engine))
-    except TridentError as exc:
+    except (TridentError, OSError) as exc:
         raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
     return dataclasses.replace(kind, step=kind.step.of_texts(pool.acceptance, f"{place}.acceptance"))
 
@@ -147,12 +173,9 @@ def load_of(pool: Pool, seed: int) -> tuple[_Load, tuple[float, ...]]:
 def operating_point(replica: Replica, load: _Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
     """Return the most requests per second within the objectives, what they do, and what ends it.
 
-    Raises InvalidArgument: an objective is missed by requests that are alone.
+    Raises InvalidArgument: an objective is missed by requests that are alone, or too many are too long.
     """
-    input_tokens, output_tokens = load.means()
-    if input_tokens + output_tokens > replica.longest:
-        mean = f"{input_tokens + output_tokens:.0f} in the mean"
-        raise InvalidArgument(f"{place}.classes", f"must be requests of at most {replica.longest} tokens, got {mean}")
+    input_tokens, output_tokens, _ = load.means(replica.longest, place)
     sequences = max(1.0, min(replica.slots, replica.kv_tokens / (input_tokens + output_tokens)))
     context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
     most = sequences / replica.step.seconds(sequences, sequences * context, sequences * ratio) / output_tokens
@@ -162,7 +185,7 @@ def operating_point(replica: Replica, load: _Load, slo: Slo, place: str) -> tupl
         raise InvalidArgument(
             f"{place}.slo.{name}", f"must be at least {least:.3g}, which requests alone take, got {got:g}"
         )
-    count = REQUESTS + ROUNDS * int(sequences)
+    count = min(MOST_REQUESTS, REQUESTS + ROUNDS * int(sequences))
     low, high, best = most / 1000, 1.2 * most, alone
     for _ in range(SEARCH):
         rate = (low + high) / 2
@@ -192,34 +215,55 @@ def replicas_by_hour(pool: Pool, hourly: Sequence[float], rate: float) -> tuple[
 
 
 def cost_of(price: Price, replicas: Sequence[int], tokens: float, output_tokens: float) -> Cost:
-    """Return the least cost of a day's replicas: so many reserved ones that one more would cost more than it saves.
+    """Return the least cost of a day's replicas.
 
     tokens, output_tokens: of a day, prompts and answers; answers alone.
     """
-    offers = [kind for kind in (price.on_demand, price.spot) if kind]
-    other = price.on_demand or price.reserved or (min(offers) if offers else 0.0)
-    cheaper = price.spot if price.spot and price.spot < other else other
-    best: Cost | None = None
-    for reserved in range(max(replicas) + 1) if price.reserved else [0]:
-        left = [max(0, count - reserved) for count in replicas]
-        spot = [math.floor(count * price.spot_share) if cheaper < other else 0 for count in left]
-        elastic = sum(left) - sum(spot)
-        day = reserved * HOURS * price.reserved + elastic * other + sum(spot) * cheaper
-        if best is None or day < best.day - 1e-9:
-            per_token, per_output = (day / count if count else 0.0 for count in (tokens, output_tokens))
-            kept = float(reserved * HOURS), float(elastic), float(sum(spot))
-            best = Cost(day, day / HOURS * MONTH_H, 1000 * per_token, 1000 * per_output, reserved, *kept)
-    assert best is not None
-    return best
+
+    def day_of(reserved: int) -> float:
+        on_demand, spot = _beyond(price, replicas, reserved)
+        return reserved * HOURS * price.reserved + on_demand * price.on_demand + spot * price.spot
+
+    reserved = min(_reserved(price, replicas), key=lambda count: round(day_of(count), 9))  # the fewest of equal ones
+    day, (on_demand, spot) = day_of(reserved), _beyond(price, replicas, reserved)
+    per_token, per_output = (1000 * day / count if count else 0.0 for count in (tokens, output_tokens))
+    hours = float(reserved * HOURS), float(on_demand), float(spot)
+    return Cost(day, day / HOURS * MONTH_H, per_token, per_output, reserved, *hours)
+
+
+def _reserved(price: Price, replicas: Sequence[int]) -> list[int]:
+    """Return numbers of reserved replicas of which one costs least, in order.
+
+    The cost is linear between two hours' counts, but for the rounding of spot replicas, which repeats itself within
+    NEAR replicas if the share has two decimals.
+    """
+    if not price.reserved:
+        return [0]
+    share = price.spot_share if price.spot else 0.0
+    least = 0 if price.on_demand else max(count - math.floor(count * share) for count in replicas)
+    near = {count + step for count in {0, least, *replicas} for step in range(-NEAR, NEAR + 1)}
+    return sorted(count for count in near if least <= count <= max(replicas))
+
+
+def _beyond(price: Price, replicas: Sequence[int], reserved: int) -> tuple[int, int]:
+    """Return the on-demand and the spot hours of a day beyond so many reserved replicas."""
+    left = [max(0, count - reserved) for count in replicas]
+    if not price.on_demand:
+        spot = sum(left) if price.spot else 0
+    else:
+        share = price.spot_share if 0 < price.spot < price.on_demand else 0.0
+        spot = sum(math.floor(count * share) for count in left)
+    return sum(left) - spot, spot
 
 
 def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
     place = f"pools.{name}"
     replica, (load, hourly) = kind_of(pool, place), load_of(pool, seed)
     rate, found, binds = operating_point(replica, load, pool.slo, place)
-    input_tokens, output_tokens = load.means()
+    input_tokens, output_tokens, refused = load.means(replica.longest, place)
     replicas = replicas_by_hour(pool, hourly, rate)
-    cost = _priced(pool, replicas, hourly, input_tokens, output_tokens)
+    requests = 3600 * sum(hourly) * (1 - refused)
+    cost = cost_of(pool.price, replicas, requests * (input_tokens + output_tokens), requests * output_tokens)
     context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
     batch = replica.step.operating_point(pool.slo.itl_s, replica.slots, round(context), ratio)
     step = replica.step
@@ -233,6 +277,8 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         requests_per_s=hourly,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
+        refused=refused,
+        longest=replica.longest,
         rate=rate,
         forecast=found,
         binds=binds,
@@ -247,7 +293,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         replicas=replicas,
         cost=cost,
         sensitivity=_sensitivity(pool, replica, load, hourly, place, rate, cost, replicas),
-        check=_check(name, pool, path, rate),
+        check=_check(name, pool, path, rate, load),
     )
 
 
@@ -257,21 +303,25 @@ def _checked(folder: Path, made: str) -> dict[str, float]:
     return kept["errors"] if kept.get("of") == made else {}
 
 
-def _check(name: str, pool: Pool, path: Path, rate: float) -> str:
+def _check(name: str, pool: Pool, path: Path, rate: float, load: _Load) -> str:
     """Return the command that checks the forecast: here, or of an estimate on such a replica."""
     if pool.engine:
-        return f"python -m cluster plan {path} --check {name}"
-    sizes = [getattr(pool.classes[0], kind) for kind in ("input", "output")]
-    lengths = [f"lognormal:{size.p50:g},{size.sigma:.3g},{size.most}" for size in sizes]
-    load = f"--arrivals poisson:{rate:.3g} --input {lengths[0]} --output {lengths[1]} --duration 60"
+        return shlex.join(["python", "-m", "cluster", "plan", str(path), f"--check={name}"])
+    runs = [
+        _bench(one, rate * weight / sum(load.weights), seed)
+        for seed, (one, weight) in enumerate(zip(load.classes, load.weights, strict=True))
+        if weight
+    ]
+    if len(runs) == 1:
+        return runs[0]
+    return " & ".join([*(f"{run} --out check-{nth}" for nth, run in enumerate(runs)), "wait"])  # all at once: the mix
+
+
+def _bench(one: Class, rate: float, seed: int) -> str:
+    """Return the bench's command for a class. seed: classes of one differ in their prompts and instants."""
+    lengths = [f"lognormal:{size.p50:g},{size.sigma:.3g},{size.most}" for size in (one.input, one.output) if size]
+    load = f"--arrivals poisson:{rate:.3g} --input {lengths[0]} --output {lengths[1]} --duration 60 --seed {seed}"
     return f"python -m benchmarks run --url HOST:8001 --tokenizer FOLDER {load}"
-
-
-def _priced(
-    pool: Pool, replicas: Sequence[int], hourly: Sequence[float], input_tokens: float, output_tokens: float
-) -> Cost:
-    requests = 3600 * sum(hourly)
-    return cost_of(pool.price, replicas, requests * (input_tokens + output_tokens), requests * output_tokens)
 
 
 def _shares(replica: Replica, sequences: float, context: float, ratio: float) -> dict[str, float]:
@@ -323,9 +373,8 @@ def _sensitivity(
         elif what == "headroom":
             other = pool.model_copy(update={"headroom": pool.headroom * factor})
         else:
-            prices = pool.price.model_dump()
-            scaled = {name: prices[name] * factor for name in ("on_demand", "reserved", "spot")}
-            other = pool.model_copy(update={"price": Price(**prices | scaled)})
+            scaled = {name: getattr(pool.price, name) * factor for name in ("on_demand", "reserved", "spot")}
+            other = pool.model_copy(update={"price": pool.price.model_copy(update=scaled)})
         point = rate
         if (kind, mix, other.slo) != (replica, load, pool.slo):
             try:
@@ -333,7 +382,8 @@ def _sensitivity(
             except InvalidArgument:
                 return None
         count = replicas_by_hour(other, rates, point)
-        return 100 * (value(_priced(other, count, rates, *mix.means()), count) / base - 1) if base else 0.0
+        day = cost_of(other.price, count, 0.0, 0.0)  # tokens do not change what a day costs
+        return 100 * (value(day, count) / base - 1) if base else 0.0
 
     inputs = ["requests", "input", "output", "step time", "headroom"]
     inputs += ["objectives"] * any(limit < math.inf for _, limit in pool.slo) + ["price"] * bool(cost.day)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.plan.planner import PoolPlan
 from cluster.plan.scenario import HOURS
+from contract import step_model
 from contract.errors import InvalidArgument, NotFound
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -16,7 +17,8 @@ def described(plan: PoolPlan, currency: str) -> str:
     """Return the tables of one pool."""
     at, cost = plan.forecast, plan.cost
     origin = "measured" if plan.source == "measured" else f"an ESTIMATE, {plan.source}"
-    origin += f"; its points are within {plan.error_p50_percent:.0f} % (p50), {plan.error_p95_percent:.0f} % (p95)"
+    if plan.source != step_model.ROOFLINE:
+        origin += f"; its points are within {plan.error_p50_percent:.0f} % (p50), {plan.error_p95_percent:.0f} % (p95)"
     shares = ", ".join(f"{name} {part:.0%}" for name, part in plan.shares.items())
     bounds = f"{plan.slots} slots; KV cache for {plan.kv_sequences:.0f} sequences; ITL for {plan.decode_batch}"
     latencies = f"TTFT p50 {at.ttft_p50_s:.3f}, p95 {at.ttft_p95_s:.3f}; ITL mean {at.itl_mean_s:.4f}"
@@ -33,6 +35,8 @@ def described(plan: PoolPlan, currency: str) -> str:
         ("peak", f"{max(plan.requests_per_s):.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
         ("replicas", f"{max(plan.replicas)} at the peak, with {plan.headroom:.0%} headroom"),
     ]
+    if plan.refused:
+        rows.insert(4, ("refused", f"{plan.refused:.2%} of the requests, longer than {plan.longest} tokens"))
     if plan.tokens_per_step > 1:
         told = (
             f"{plan.tokens_per_step:.1f} tokens a step of a sequence alone, by the texts' acceptance that was assumed"

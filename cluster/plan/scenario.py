@@ -5,7 +5,7 @@ Every field is checked by name.
 
 from __future__ import annotations
 
-import json
+import http.client
 import math
 import os
 import random
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from contract import prometheus, step_model, toml_table
 from contract.errors import InvalidArgument
@@ -23,30 +23,37 @@ from contract.errors import InvalidArgument
 HOURS = 24
 MOST_BYTES = 4 * 1024 * 1024  # of a metrics page
 _Z95 = 1.6449  # standard deviations from the median to the 95th percentile of a normal
-_Tokens = Annotated[int, Field(ge=1, le=1_000_000)]  # as in the benchmarks, which check a plan
-_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+MOST_TOKENS = 1_000_000  # as in the benchmarks, which check a plan
+MOST_AMOUNT = 1e9
+_Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+_Percentile = Annotated[float, Field(ge=1, le=MOST_TOKENS, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, le=MOST_AMOUNT, allow_inf_nan=False)]
 _Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _by_hour(value: object) -> object:
+def _by_hour(value: object) -> tuple[object, ...]:
     """A number holds for every hour."""
-    return [value] * HOURS if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return (value,) * HOURS
+    if not isinstance(value, (list, tuple)) or len(value) != HOURS:
+        raise ValueError(f"must be a number, or {HOURS} of them, got {value!r}")
+    return tuple(value)
 
 
-ByHour = Annotated[tuple[_Amount, ...], BeforeValidator(_by_hour), Field(min_length=HOURS, max_length=HOURS)]
+ByHour = Annotated[tuple[_Amount, ...], BeforeValidator(_by_hour)]
 
 
 class Lengths(_Table):
     """A log-normal distribution of tokens. p50, p95: percentiles; equal ones are a fixed length. most: the longest."""
 
-    p50: _Positive
-    p95: _Positive
-    most: _Tokens = 1_000_000
+    p50: _Percentile
+    p95: _Percentile
+    most: _Tokens = MOST_TOKENS
 
     @model_validator(mode="after")
     def _ordered(self) -> Lengths:
@@ -62,12 +69,20 @@ class Lengths(_Table):
         return min(self.most, max(1, round(rng.lognormvariate(math.log(self.p50), self.sigma))))
 
     def scaled(self, factor: float) -> Lengths:
-        return Lengths(p50=self.p50 * factor, p95=self.p95 * factor, most=self.most)
+        p50, p95, most = (_bounded(factor * tokens) for tokens in (self.p50, self.p95, self.most))
+        return Lengths(p50=p50, p95=p95, most=round(most))
+
+
+def _bounded(tokens: float) -> float:
+    return min(max(1.0, tokens), MOST_TOKENS)
 
 
 def _fixed(value: object) -> object:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return {"p50": value, "p95": value, "most": value} if whole else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"p50": value, "p95": value, "most": value}
+    if not isinstance(value, (dict, Lengths)):
+        raise ValueError(f"must be a whole number or {{p50, p95, most}}, got {value!r}")
+    return value
 
 
 _Lengths = Annotated[Lengths, BeforeValidator(_fixed)]
@@ -121,12 +136,18 @@ class Slo(_Table):
 
 class Price(_Table):
     """Of a replica-hour; 0 for a kind that is not to be had. spot_share: most of the replicas beyond the reserved ones
-    that may be spot ones, which can be taken away."""
+    that may be spot ones, which can be taken away; without on_demand, most of all replicas."""
 
     on_demand: _Amount = 0.0
     reserved: _Amount = 0.0
     spot: _Amount = 0.0
     spot_share: _Part = 0.0
+
+    @model_validator(mode="after")
+    def _all_to_be_had(self) -> Price:
+        if self.spot and self.spot_share < 1 and not (self.on_demand or self.reserved):
+            raise ValueError("on_demand: must be set, or reserved, where spot_share is below 1, got 0")
+        return self
 
 
 # Probability that a draft token is accepted if those before it were: a number, or one for each kind of text, or for
@@ -150,14 +171,20 @@ class Accelerator(_Table):
     head_dim: Annotated[int, Field(ge=1, le=1024)]
     weight_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
     kv_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
-    max_batch_size: Annotated[int, Field(ge=1, le=100_000)] = 256
+    max_batch_size: Annotated[int, Field(ge=1, le=2048)] = 256  # a plan of more takes minutes
     max_num_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
 
 
 def _engine_folder(given: str) -> str:
     """Return the folder of an engine, which may be given by its name."""
-    named = Path(given).name == given and given and not Path(given).is_dir()
+    named = Path(given).name == given and given and not os.path.isdir(given)  # False for a name that is too long
     return str(Path(os.environ.get("TRIDENT_ENGINES_DIR") or "engines") / given) if named else given
+
+
+def _listed(value: object) -> tuple[object, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"must be a list of tables, got {value!r}")
+    return tuple(value)
 
 
 class Pool(_Table):
@@ -167,7 +194,7 @@ class Pool(_Table):
     engine: Annotated[str, AfterValidator(_engine_folder)] = ""
     acceptance: Acceptance = ()
     estimate: Accelerator | None = None
-    classes: Annotated[tuple[Class, ...], Field(min_length=1)]
+    classes: Annotated[tuple[Class, ...], Field(min_length=1), BeforeValidator(_listed)]
     slo: Slo = Slo()
     price: Price = Price()
     headroom: Annotated[float, Field(ge=0, le=10)] = 0.3
@@ -219,7 +246,7 @@ def _of_metrics(one: Class, place: str) -> Class:
         try:
             with urllib.request.urlopen(one.metrics, timeout=5) as response:
                 page = prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, OverflowError, http.client.HTTPException) as exc:
             raise InvalidArgument(place, f"must be a gateway's metrics page, got {one.metrics}: {exc}") from exc
         directions = {
             labels.get("direction"): value
@@ -235,32 +262,58 @@ def _of_metrics(one: Class, place: str) -> Class:
         problem = f"must have requests of a pool {one.name!r} within {one.seconds:g} s, got none at {one.metrics}"
         raise InvalidArgument(place, problem)
     told = {name: _of_mean(total / requests) for name, total in (("input", input_tokens), ("output", output_tokens))}
-    return one.model_copy(update={"requests_per_s": (requests / one.seconds,) * HOURS, **told})
+    return _observed(one, requests / one.seconds, told, place)
 
 
 def _of_mean(mean: float) -> Lengths:
     """Return a log-normal distribution of this mean whose 95th percentile is three times the median."""
     p50 = mean / math.exp((math.log(3) / _Z95) ** 2 / 2)
-    return Lengths(p50=p50, p95=3 * p50)
+    return Lengths(p50=_bounded(p50), p95=_bounded(3 * p50))
+
+
+def _observed(one: Class, rate: float, lengths: Mapping[str, Lengths], place: str) -> Class:
+    """Return the class with requests per second at every hour, and lengths. Raises InvalidArgument for ``place``."""
+    if not 0 < rate <= MOST_AMOUNT:
+        raise InvalidArgument(place, f"must have above 0 and at most {MOST_AMOUNT:g} requests/s, got {rate:g}")
+    return one.model_copy(update={"requests_per_s": (rate,) * HOURS, **lengths})
+
+
+_Whole = Annotated[float, Field(ge=1, le=MOST_TOKENS, multiple_of=1)]  # 10.0 is 10, as in the benchmarks
+
+
+class _Row(_Table):
+    model_config = ConfigDict(extra="ignore")
+    at_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    input_tokens: _Whole
+    output_tokens: _Whole
+
+
+def _rows(trace: Path, place: str) -> list[_Row]:
+    """Return the rows of a trace that lasts. Raises InvalidArgument for ``place``."""
+    try:
+        rows = [_Row.model_validate_json(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
+        if not any(row.at_s for row in rows):
+            raise ValueError("at_s is above 0 in no line")
+        return rows
+    except OSError as exc:
+        raise InvalidArgument(place, f"must be a file that can be read, got {trace}: {exc.strerror}") from exc
+    except ValueError as exc:
+        problem = str(exc)
+        if isinstance(exc, ValidationError):
+            error = exc.errors()[0]
+            problem = ": ".join([*map(str, error["loc"]), error["msg"]])
+        form = "JSON lines of at_s, input_tokens and output_tokens"
+        raise InvalidArgument(place, f"must have {form}, got {trace}: {problem}") from exc
 
 
 def _of_trace(one: Class, trace: Path, place: str) -> Class:
     """Return the class with rate and lengths of its trace: at every hour the trace's mean rate."""
-    try:
-        rows = [json.loads(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
-        seconds = max(float(row["at_s"]) for row in rows)
-        sizes = {name: sorted(int(row[f"{name}_tokens"]) for row in rows) for name in ("input", "output")}
-        if not (seconds > 0 and sizes["input"][0] > 0 and sizes["output"][0] > 0):
-            raise ValueError("seconds and tokens must be above 0")
-    except OSError as exc:
-        raise InvalidArgument(place, f"must be a file that can be read, got {trace}: {exc.strerror}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
-        form = "JSON lines of at_s, input_tokens and output_tokens"
-        raise InvalidArgument(place, f"must have {form}, got {trace}: {exc}") from exc
+    rows = _rows(trace, place)
+    sizes = {name: sorted(int(getattr(row, f"{name}_tokens")) for row in rows) for name in ("input", "output")}
     told = {
         name: Lengths(
             p50=size[len(size) // 2], p95=max(size[len(size) // 2], size[int(0.95 * (len(size) - 1))]), most=size[-1]
         )
         for name, size in sizes.items()
     }
-    return one.model_copy(update={"requests_per_s": (len(rows) / seconds,) * HOURS, **told})
+    return _observed(one, len(rows) / max(row.at_s for row in rows), told, place)

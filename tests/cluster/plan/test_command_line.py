@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,15 @@ def test_a_plot_is_drawn(scenario: Path, suffix, capsys):
 def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, capsys):
     assert main([str(scenario), *arguments]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_reader_that_reads_no_further_ends_the_plan_quietly(scenario: Path):
+    program = (
+        "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 0, 2; "
+        f"from cluster.plan.command_line import main; raise SystemExit(main([{str(scenario)!r}]))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -82,8 +82,8 @@ def test_published_throughputs_are_met():
     [
         ({"card": "h101"}, "x.card: must be one of a100-80gb, "),
         ({"parameters": 70.0}, "x.cards: must hold 140 GB of weights and a KV cache beside them"),
-        ({"published": "gpt"}, "x.published: has no throughputs for 1 x h100"),
-        ({"card": "b200", "published": "llama3.1-8b"}, "x.published: has no throughputs for 1 x b200"),
+        ({"published": "gpt"}, "x.published: must be one of llama3.1-8b for 1 x h100, got 'gpt'"),
+        ({"card": "b200", "published": "llama3.1-8b"}, 'x.published: must be left out or "" for 1 x b200, got'),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(change, problem):

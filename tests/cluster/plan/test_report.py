@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from cluster.plan import planner, report
 from cluster.plan.scenario import of_table
 from tests.cluster.plan.scenarios import table
@@ -14,4 +16,7 @@ def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_
     [found] = planner.plan(of_table(table(price={})), tmp_path)
     found.sensitivity["output"] = (-3.0, None)
     text = report.described(found, "$")
+    assert "its points" not in text and "refused" not in text
+    assert "0.50% of the requests, longer than" in report.described(dataclasses.replace(found, refused=0.005), "$")
+    assert "its points are within" in report.described(dataclasses.replace(found, source="published"), "$")
     assert "missed" in text and "-3 %" in text and "replica-hours, if" in text and "a month" not in text

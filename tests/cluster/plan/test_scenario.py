@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
-from cluster.plan.scenario import of_table, read
+from cluster.plan.scenario import Lengths, of_table, read
 from contract.errors import InvalidArgument
 from tests.cluster.plan.scenarios import table
+
+ESTIMATE = table()["pools"]["main"]["estimate"]
 
 
 def classes(**fields):
@@ -57,7 +62,25 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
         (classes(requests_per_s=[1.0] * 23 + ["many"]), "pools.main.classes.0.requests_per_s.23", "got 'many'"),
         (classes(users=5), "pools.main.classes.0.requests_per_s", "one of them; got ['requests_per_s', 'users']"),
         (classes(input={"p50": 9, "p95": 3}), "pools.main.classes.0.input.p95", "must be at least p50, got 3"),
-        (classes(output=0), "pools.main.classes.0.output.p50", "greater than 0, got 0"),
+        (classes(output=0), "pools.main.classes.0.output.p50", "greater than or equal to 1, got 0"),
+        (classes(input=1.5), "pools.main.classes.0.input", "must be a whole number or {p50, p95, most}, got 1.5"),
+        (classes(input={"p50": 1e-9, "p95": 1e9}), "pools.main.classes.0.input.p50", "greater than or equal to 1, got"),
+        (classes(input={"p50": 1, "p95": 1e8}), "pools.main.classes.0.input.p95", "less than or equal to 1000000, got"),
+        (classes(input={"p50": "10", "p95": 20}), "pools.main.classes.0.input.p50", "number, got '10'"),
+        (
+            classes(requests_per_s="x"),
+            "pools.main.classes.0.requests_per_s",
+            "must be a number, or 24 of them, got 'x'",
+        ),
+        (classes(requests_per_s=[True] * 24), "pools.main.classes.0.requests_per_s.0", "number, got True"),
+        (table(estimate=ESTIMATE | {"max_batch_size": 100_000}), "pools.main.estimate.max_batch_size", "to 2048, got"),
+        (table(min_replicas=True), "pools.main.min_replicas", "integer, got True"),
+        (table(classes={"name": "chat"}), "pools.main.classes", "must be a list of tables, got {"),
+        (
+            table(price={"spot": 1.0, "spot_share": 0.5}),
+            "pools.main.price.on_demand",
+            "must be set, or reserved, where",
+        ),
         (without("requests_per_s"), "pools.main.classes.0.requests_per_s", "one of them; got none"),
         (without("output"), "pools.main.classes.0.output", "must be a number of tokens or a table"),
         (without("name"), "pools.main.classes.0.name", "must be set"),
@@ -76,10 +99,17 @@ def test_a_trace_gives_rate_and_lengths(tmp_path: Path):
     [one] = of_table(given, tmp_path / "a.toml").pools["main"].classes
     assert one.rates()[0] == pytest.approx(1.01) and one.input is not None and one.output is not None
     assert (one.input.p50, one.input.p95, one.input.most, one.output.p95) == (60, 105, 110, 5)
-    for text in ("", '{"at_s": 1}', "many"):
+    row = '{"at_s": 1, "input_tokens": %s, "output_tokens": 5}'
+    wrong = [row % tokens for tokens in ("0", "1.5", "1e400", "2000000", "true", '"10"')]
+    later = '\n{"at_s": %s, "input_tokens": 1, "output_tokens": 5}'
+    wrong += [row % 1 + later % at_s for at_s in ("-1", "1e400", "NaN", "true")]
+    for text in ("", '{"at_s": 1}', "many", "[" * 100_000, (later % 0).strip(), *wrong):
         (tmp_path / "trace.jsonl").write_text(text)
         with pytest.raises(InvalidArgument, match="classes.0.trace: must have JSON lines of at_s"):
             of_table(given, tmp_path / "a.toml")
+    (tmp_path / "trace.jsonl").write_text('{"at_s": 1e-12, "input_tokens": 10.0, "output_tokens": 5}')
+    with pytest.raises(InvalidArgument, match=r"classes.0.trace: must have .* at most 1e\+09 requests/s, got 1e\+12"):
+        of_table(given, tmp_path / "a.toml")
     with pytest.raises(InvalidArgument, match="classes.0.trace: must be a file that can be read"):
         of_table(given, tmp_path / "elsewhere" / "a.toml")
 
@@ -122,3 +152,35 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "a.toml").write_text("pools = [")
     with pytest.raises(InvalidArgument, match="a.toml: must be TOML"):
         read(tmp_path / "a.toml")
+
+
+@drawn(st.floats(1, 1e6), st.floats(1, 1e6), st.integers(1, 1_000_000), st.sampled_from([0.8, 1.2]))
+def test_scaled_lengths_are_allowed_and_their_longest_is_scaled_too(p50, p95, most, factor):
+    lengths = Lengths(p50=min(p50, p95), p95=max(p50, p95), most=most)
+    scaled = lengths.scaled(factor)
+    assert scaled.most == min(max(1, round(most * factor)), 1_000_000) and scaled.p50 <= scaled.p95
+    assert lengths.sigma <= 10  # the most that the bench takes
+
+
+def test_an_address_that_is_none_is_named(tmp_path: Path):
+    urls = ["http://127.0.0.1:abc/metrics", "http://127.0.0.1:1/a b", "http://127.0.0.1:99999/", "http://[::1/"]
+    for url in urls:
+        with pytest.raises(InvalidArgument, match="classes.0.metrics: must be a gateway's metrics page, got http"):
+            of_table(table(classes=[{"name": "chat", "metrics": url}]))
+
+
+def test_a_server_that_does_not_speak_http_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        with pytest.raises(InvalidArgument, match="classes.0.metrics: must be a gateway's metrics page, got http"):
+            of_table(table(classes=[{"name": "chat", "metrics": url}]))
+        thread.join()
