@@ -99,9 +99,11 @@ class Inputs:
         return default if value is None else decode_text(name, value)
 
     def texts(self, name: str) -> list[str]:
-        """Return a BYTES tensor's values as text; see decode_text for the errors."""
+        """Return a BYTES tensor's values as text; see decode_text for the errors, which name the row of several."""
         array = self.array(name)
-        return [] if array is None else [decode_text(name, value) for value in array.reshape(-1)]
+        values: Sequence[bytes] = [] if array is None else array.reshape(-1).tolist()
+        rows = [f"{name}[{row}]" for row in range(len(values))] if len(values) > 1 else [name]
+        return [decode_text(row, value) for row, value in zip(rows, values, strict=False)]
 
     def integers(self, name: str) -> list[int]:
         """Return an integer tensor's values in order, [] if it is absent."""

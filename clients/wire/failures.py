@@ -27,6 +27,7 @@ from contract.errors import (
 _PREFIX = re.compile(r"\A(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
 _WRONG_REQUEST = re.compile(
     r"unexpected (inference |explicit )?(input|output|shape|tensor|number of|'content')|incomplete string"
+    r"|inference input '.*' data-?type is"
     r"|input '.*' (already exists|batch size|has no shape)|input byte size mismatch|inference request batch-size"
     r"|expected \d+ (string|inputs)|unable to find (data for input|shared memory)|contents field must not"
     r"|'shared_memory_byte_size' must|out of bounds index|failed to get model version|invalid value (type )?for '"

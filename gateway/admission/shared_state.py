@@ -88,6 +88,7 @@ class SharedState:
         self._writing = asyncio.Lock()  # absolute numbers must arrive in the order they were made
         self._released: set[str] = set()  # caps of which less is held than is written
         self._away_until_s, self._closing = 0.0, False
+        self._told_away = False  # in the log, since the last call that succeeded
         self._beating: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
@@ -114,9 +115,14 @@ class SharedState:
         try:
             if failpoint.value("redis.away") is not None:
                 raise ConnectionError("failpoint redis.away")
-            return await made()
+            result = await made()
+            if self._told_away:
+                self._told_away = False
+                _LOG.warning("the shared state answers again")
+            return result
         except (RedisError, OSError) as exc:
-            if not self.away:
+            if not self._told_away:
+                self._told_away = True
                 _LOG.warning("the shared state does not answer, each gateway goes on by itself: %s", exc or "timeout")
             self._away_until_s = time.monotonic() + PAUSE_S
             raise Away from exc

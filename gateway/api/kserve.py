@@ -28,7 +28,7 @@ from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
 from clients.wire.status import UnaryCall
 from clients.wire.token_stream import NO_OUTPUTS
-from contract import packed_delta, priority
+from contract import encoder, packed_delta, priority
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -66,6 +66,7 @@ TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_
 SHOW_TEXT = frozenset({"output_ids", "top_log_probs_ids"})  # as text_output does, in another form
 _CHANGEABLE = frozenset({"text_input", "messages", "max_tokens"})
 _CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
+_VERSIONS = ("", "1")  # of every model of a replica; none: any
 _REQUEST = GenerationRequest()
 _REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
@@ -102,6 +103,7 @@ class KServeEndpoint(GrpcEndpoint):
         except NotFound:
             return _flag(False)
         ready = self._service.ready() and (not model.pool or self._service.replicas.serves(model.pool))
+        ready = ready and _field(request, 2) in _VERSIONS
         return _flag(ready and (not packed or bool(self._replicas(model, packed))))
 
     def _replicas(self, model: ServedModel, packed: bool) -> list[RoutedReplica]:
@@ -127,6 +129,8 @@ class KServeEndpoint(GrpcEndpoint):
                     packed = _is_packed(_name(request))
                     replicas = self._replicas(self._service.models.find(_name(request), tenant), packed)
                     served = packed_delta.MODEL if packed else self._service.settings.triton_model
+                    if replicas and replicas[0].pool in self._service.replicas.encoders:
+                        served = encoder.MODEL
                     request = protobuf.text(1, served) + protobuf.text(2, _field(request, 2))
                 error: TridentError = Unavailable("no replica is ready", 1.0)
                 for replica in replicas:

@@ -66,6 +66,7 @@ class StoredKeys:
     ) -> None:
         self._documents, self._member, self._clock = documents, member, clock
         self.read = False  # whether the keys were read once
+        self._stale = False  # whether they could not be read at the last poll
         self.principals: dict[str, Principal] = {}  # by id; cleared when teams change
         self._body, self._salt = b"", b""
         self._keys: dict[bytes, StoredKey] = {}
@@ -201,8 +202,11 @@ class StoredKeys:
                     return orjson.dumps({key: used_s for key, used_s in latest.items() if key in known}), None
 
                 await self._documents.change("used", later)
+            self._stale = False
         except Unavailable as exc:
-            _LOG.warning("the API keys stay as they were: %s", exc)
+            if not self._stale:  # once, until they can be read again
+                _LOG.warning("the API keys stay as they were: %s", exc)
+            self._stale = True
 
 
 def _parsed(body: bytes) -> tuple[bytes, list[StoredKey]]:

@@ -7,7 +7,9 @@ import re
 from clients.wire.failures import is_wrong_request
 from contract.errors import InvalidArgument, PermissionDenied, TridentError, Unauthenticated, Unavailable
 
-INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}(\[\d{1,9}\])?")  # with the row of a batch
+_NAME = r"[A-Za-z_][\w.-]{0,63}"
+# With the row of a batch, or with the name that the ensemble's callers know.
+INPUT_NAME = re.compile(rf"{_NAME}(\[\d{{1,9}}\]| \({_NAME}\))?")
 
 
 def from_backend(error: TridentError) -> TridentError:

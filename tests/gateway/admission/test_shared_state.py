@@ -17,7 +17,7 @@ import pytest
 from contract.errors import InvalidArgument, Overloaded
 from gateway.admission import shared_state
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.shared_state import GatewayCaps, SharedState
+from gateway.admission.shared_state import Away, GatewayCaps, SharedState
 from gateway.config.tenant import Level, Limits
 from tests.gateway.conftest import _wait_for
 
@@ -117,6 +117,25 @@ async def test_what_a_dead_gateway_held_is_free_when_its_lease_ends(redis_socket
             await caps.acquire(capped(3), 1)
         dying._beating.cancel()
         await eventually(caps, 3, granted=True)
+
+
+async def test_an_outage_and_its_end_are_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(shared_state, "PAUSE_S", 0.0)
+    state = SharedState("redis://127.0.0.1:1")
+
+    async def fails() -> None:
+        raise ConnectionError("refused")
+
+    async def works() -> int:
+        return 7
+
+    for outage in (1, 2):
+        for _ in range(3):
+            with pytest.raises(Away):
+                await state.call(fails)
+        assert await state.call(works) == await state.call(works) == 7
+        assert caplog.text.count("does not answer") == caplog.text.count("answers again") == outage
+    await state.close()
 
 
 @pytest.mark.slow

@@ -298,6 +298,7 @@ async def test_questions_about_server_and_model_are_answered():
         async with triton.InferenceServerClient(running.grpc_url) as client:
             assert await client.is_server_live() and await client.is_server_ready()
             assert await client.is_model_ready("ensemble") and not await client.is_model_ready("engine")
+            assert await client.is_model_ready("ensemble", "1") and not await client.is_model_ready("ensemble", "2")
             assert (await client.get_server_metadata()).name == "triton"
             assert (await client.get_model_metadata("ensemble")).name == "ensemble"
             assert (await client.get_model_config("ensemble")).config.model_transaction_policy.decoupled

@@ -51,7 +51,8 @@ def test_a_prompt_stands_before_the_text_and_the_models_own_before_a_pair(read):
         ),
         ({"input_ids": [[1]], "text_pair": [["a"]]}, "text_pair: must be left out with input_ids"),
         ({"input_ids": [[-1]]}, r"input_ids\[0\]: must hold at least one"),
-        ({"text_input": [["a"], [b"\xff"]]}, "text_input: must be UTF-8"),
+        ({"text_input": [["a"], [b"\xff"]]}, r"text_input\[1\]: must be UTF-8"),
+        ({"text_input": [["a"], ["a"]], "text_pair": [["a"], ["\0"]]}, r"text_pair\[1\]: must hold no NUL"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused_by_name(read, inputs, words):
