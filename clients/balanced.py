@@ -26,7 +26,7 @@ from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import infer_request, request
 from clients.wire.arguments import ClientOptions, GenerateArguments
 from clients.wire.completion import Completion
-from clients.wire.connection import trace_context
+from clients.wire.connection import pairs, trace_context
 from clients.wire.retries import RetryBudget
 from clients.wire.stream_model import StreamModel
 from clients.wire.token_stream import TokenStream
@@ -59,8 +59,7 @@ class BalancedClient(AsyncBaseClient):
     ) -> None:
         if isinstance(pick, str) and pick not in picks.BY_NAME:
             raise InvalidArgument("pick", f"must be one of {', '.join(picks.BY_NAME)}, got {pick!r}")
-        metadata = options.get("metadata", ())
-        options["metadata"] = tuple(dict(metadata).items())  # an iterator can be read once
+        options["metadata"] = pairs(options.get("metadata", ()))  # an iterator can be read once
         # A replica that fails does so for all its requests.
         options["budget"] = options.get("budget") or RetryBudget(reserve=100.0)
         super().__init__(**options)

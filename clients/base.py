@@ -13,10 +13,20 @@ from clients.wire.completion import Completion
 from clients.wire.connection import DEFAULT_MODEL, Connection
 from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.wire.token_stream import TokenStream
+from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+# Options that are not used until a request is sent: their classes, and those in words.
+_KINDS = {
+    "model": (str, "text"),
+    "retry": (RetryPolicy, "a RetryPolicy"),
+    "budget": (RetryBudget, "a RetryBudget"),
+    "rng": (random.Random, "a random.Random"),
+}
 
 
 class Cancellable(Protocol):
@@ -37,6 +47,10 @@ class BaseClient(Generic[Stream]):
         unknown = options.keys() - ClientOptions.__annotations__.keys()
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
+        for name, (kind, what) in _KINDS.items():
+            value = options.get(name)
+            if not isinstance(value, kind | None):
+                raise InvalidArgument(name, f"must be {what}, got {value!r}")
         self.model = options.get("model") or DEFAULT_MODEL
         self._options = options
         self._retry = options.get("retry") or RetryPolicy()

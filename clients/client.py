@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,7 +24,7 @@ from clients.wire.connection import Connection, trace_context
 from clients.wire.status import UnaryCall
 from clients.wire.stream_model import ASK_TIMEOUT_S, PackedEnsemble, StreamModel
 from contract import packed_delta
-from contract.errors import TridentError
+from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Client(BaseClient[BlockingStream]):
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
         self._opening = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._generate: grpc.UnaryStreamMultiCallable | None = None
+        self._generate: grpc.UnaryStreamMultiCallable | None = None  # of ``_channel``: set and unset together
         self._packed = PackedEnsemble()
 
     @property
@@ -61,9 +62,9 @@ class Client(BaseClient[BlockingStream]):
 
     def close(self) -> None:
         """Close the connection. Streams that still run are cancelled."""
-        self._cancel_streams()
         with self._opening:
             channel, self._channel, self._generate = self._channel, None, None
+        self._cancel_streams()  # after that, so that it finds all that were sent in the old channel
         if channel is not None:
             channel.close()
 
@@ -73,13 +74,13 @@ class Client(BaseClient[BlockingStream]):
         model = StreamModel(self._options.get("model"), generation.stream)
 
         def send(generation: GenerationRequest, remaining_s: float) -> grpc.Call:
-            method = self._generate or self._opened().unary_stream(infer_request.GENERATE)
-            self._generate = method
+            method = self._generate or self._opened()[1]
             if model.chooses and self._packed.due():
                 threading.Thread(target=self._ask, daemon=True).start()
             payload = infer_request.generation(generation, model.at(self._packed), remaining_s, timings)
             metadata = self.connection.call_metadata(generation.request_id, context)
-            return method(payload, timeout=remaining_s, metadata=metadata)
+            with self._errors():
+                return method(payload, timeout=remaining_s, metadata=metadata)
 
         generation = request.with_id(generation)
         return self._tracked(BlockingStream(send, self.url, generation, self._schedule(), model.refused))
@@ -91,17 +92,12 @@ class Client(BaseClient[BlockingStream]):
 
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """End a running request in the engine, from any client; an engine ignores an id that it does not know."""
-        call = self._opened().unary_stream(infer_request.GENERATE)(
-            infer_request.stop(request.sendable_id(request_id)),
-            timeout=timeout_s,
-            metadata=self.connection.call_metadata(request_id),
-        )
+        payload = infer_request.stop(request.sendable_id(request_id))
+        metadata = self.connection.call_metadata(request_id)
         decode = infer_response.ResponseDecoder().decode
-        try:
-            for data in call:
+        with self._errors():
+            for data in self._opened()[1](payload, timeout=timeout_s, metadata=metadata):
                 response_reader.read_message(decode, data)
-        except grpc.RpcError as exc:
-            raise failures.from_call(exc, self.url) from exc
 
     def health(self, timeout_s: float = 5.0) -> status.Health:
         """Return whether the server is live, is ready, and has loaded the model. Raises Unavailable."""
@@ -117,19 +113,30 @@ class Client(BaseClient[BlockingStream]):
         return status.read_flag(self._call(status.model_ready(model), timeout_s))
 
     def _call(self, call: UnaryCall, timeout_s: float) -> bytes:
-        try:
-            method = self._opened().unary_unary(call.method)
+        with self._errors():
+            method = self._opened()[0].unary_unary(call.method)
             return method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise gRPC's errors as TridentError."""
+        try:
+            yield
         except grpc.RpcError as exc:
             raise failures.from_call(exc, self.url) from exc
+        except ValueError as exc:
+            if "closed" not in str(exc):  # gRPC has no class for a channel that another thread closed
+                raise
+            raise Cancelled("the client was closed") from exc
 
     def _ask(self) -> None:
-        with contextlib.suppress(TridentError, ValueError):  # ValueError: the client was closed
+        with contextlib.suppress(TridentError):
             self._packed.ready = self.model_ready(packed_delta.MODEL, ASK_TIMEOUT_S)
 
-    def _opened(self) -> grpc.Channel:
+    def _opened(self) -> tuple[grpc.Channel, grpc.UnaryStreamMultiCallable]:
+        """Return the channel and its method that generates."""
         with self._opening:
-            if self._channel is None:
+            if self._channel is None or self._generate is None:
                 url, options = self.connection.url, [*self.connection.options(), _SINGLE_THREADED]
                 credentials = self._credentials
                 self._channel = (
@@ -137,4 +144,5 @@ class Client(BaseClient[BlockingStream]):
                     if credentials
                     else grpc.insecure_channel(url, options)
                 )
-            return self._channel
+                self._generate = self._channel.unary_stream(infer_request.GENERATE)
+            return self._channel, self._generate

@@ -234,13 +234,16 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
+    timeout_s = args.timeout or 5.0
+
     async def show(client: AsyncClient) -> int:
         try:
-            models = await client.models(args.timeout or 5.0)
+            models = await client.models(timeout_s)
         except PermissionDenied:
             print("the server does not show its index; checking the known models", file=sys.stderr)
-            ready = [(name, await client.model_ready(name)) for name in status.KNOWN_MODELS]
-            models = [status.Model(name, state="READY" if is_ready else "UNAVAILABLE") for name, is_ready in ready]
+            models = status.from_readiness(
+                {name: await client.model_ready(name, timeout_s) for name in status.KNOWN_MODELS}
+            )
         for model in models:
             print(f"{model.name:<24} {model.version or '-':<8} {model.state or '-':<12} {model.reason}".rstrip())
         return exits.OK

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +16,10 @@ from contract.errors import InvalidArgument
 
 _Record = TypeVar("_Record")
 INT32_MAX = 2**31 - 1
+# A softmax at a lower temperature has one token with all of the probability, or overflows.
+GREEDY_BELOW = 1e-5
 UINT64_MAX = 2**64 - 1
+_FP32 = struct.Struct("<f")
 
 
 class FinishReason(str, Enum):
@@ -31,7 +35,7 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How the next token is chosen. The defaults sample from the model's unchanged distribution.
 
-    temperature: 0 is greedy.
+    temperature: below GREEDY_BELOW is greedy.
     top_k: 1 is greedy, 0 keeps all tokens.
     top_p: (0, 1].
     min_p: [0, 1).
@@ -61,7 +65,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def validate(self) -> SamplingParams:
         """Return self.
@@ -104,6 +108,8 @@ class Guide:
         if self.kind not in GUIDE_KINDS:
             problem = f"must be one of {', '.join(GUIDE_KINDS)}, got {self.kind!r:.100}"
             raise InvalidArgument("guided_decoding_guide_type", problem)
+        if not isinstance(self.text, str):
+            raise InvalidArgument("guided_decoding_guide", f"must be text, got {self.text!r:.100}")
         size = len(self.text.encode(errors="replace"))
         if size > MAX_GUIDE_BYTES:
             raise InvalidArgument("guided_decoding_guide", f"must have at most {MAX_GUIDE_BYTES} bytes, got {size}")
@@ -177,11 +183,13 @@ class GenerationRequest:
             _ids("input_ids", self.input_ids)
         _ids("continue_ids", self.continue_ids)
         kept = self.truncate_prompt_tokens
-        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < -1 or kept == 0):
-            raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {kept!r}")
+        whole = isinstance(kept, int) and not isinstance(kept, bool)
+        if kept is not None and not (whole and (kept == -1 or 1 <= kept <= INT32_MAX)):
+            problem = f"must be an integer from 1 to {INT32_MAX}, or -1 for what fits, got {kept!r}"
+            raise InvalidArgument("truncate_prompt_tokens", problem)
         _integer("max_tokens", self.max_tokens, 0 if self.echo else 1, INT32_MAX)
         if self.timeout_s is not None:
-            _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
+            _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True, fp32=False)
         sampling = self.sampling.validate()
         if sampling.prompt_log_probs and not (self.echo and (sampling.log_probs or sampling.top_log_probs)):
             raise InvalidArgument("prompt_log_probs", "must be false without echo and log_probs, got true")
@@ -315,15 +323,19 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    fp32: bool = True,
 ) -> None:
-    inside = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and low <= value <= high
-        and not (open_low and value == low)
-        and not (open_high and value == high)
-    )
-    if not inside:
+    """fp32: the value is sent as FP32, so one that rounds to an open end is refused too."""
+    closed = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    sent = _FP32.unpack(_FP32.pack(value))[0] if closed and fp32 else value
+    if not closed or (open_low and sent == low) or (open_high and sent == high):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-        raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}")
+        rounded = f", which is {sent:g} as FP32" if closed and sent != value else ""
+        raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}{rounded}")

@@ -1,4 +1,7 @@
-"""Run an OpenAI batch through the gateway: python -m examples.batch [BASE_URL] [API_KEY]"""
+"""Run an OpenAI batch through the gateway: python -m examples.batch [BASE_URL] [API_KEY]
+
+The gateway needs TRIDENT_GATEWAY_BATCH_DB, the path of an SQLite file; without it there is no batch API.
+"""
 
 import json
 import sys

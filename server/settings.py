@@ -113,7 +113,8 @@ class Settings(EnvironmentSettings):
     admin_key: Word = Field(
         default_factory=lambda: secrets.token_hex(16),
         repr=False,
-        description="unlocks Triton's management APIs, header trident-admin-key; unset: a random one",
+        description="unlocks Triton's management APIs: header trident-admin-key over HTTP, metadata "
+        "triton-grpc-protocol-trident-admin-key over gRPC; unset: a random one",
     )
 
     register_: Annotated[str, AfterValidator(_gateways), Allowed(GATEWAYS)] = Field(

@@ -61,7 +61,7 @@ class GenerateArguments(TypedDict, total=False):
     skip_special_tokens: bool
     timeout_s: float | None
     request_id: str
-    json_schema: str | Mapping[str, Any] | None
+    json_schema: str | Mapping[str, Any] | bool | None
     guide: Guide | None
     temperature: float
     top_k: int

@@ -119,6 +119,8 @@ class BlockingStream:
         except TridentError:
             self._ended = True
             raise
+        if self._ended:  # a cancel in another thread came too early to find the call
+            self._call.cancel()
 
     def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """End the attempt. Return if another one follows, raise otherwise."""

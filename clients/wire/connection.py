@@ -74,19 +74,19 @@ class Connection:
     metadata: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _, colon, port = self.url.rpartition(":")
-        number = port.isdecimal() and not (colon and 0 < int(port) < 65_536)  # gRPC takes 65537 for 1
-        if not self.url or "://" in self.url.removeprefix("dns://") or number:
+        if not isinstance(self.url, str) or not _is_target(self.url):
             problem = f"must be HOST:PORT of the server's gRPC endpoint, such as {DEFAULT_URL}, got {self.url!r}"
             raise InvalidArgument("url", problem)
         for key, value in self.metadata:
-            if not re.fullmatch(r"[0-9a-z_.-]+", key):
+            if not isinstance(key, str) or not re.fullmatch(r"[0-9a-z_.-]+", key):
                 raise InvalidArgument("metadata", f"got the key {key!r}; gRPC allows a-z, 0-9, '_', '-' and '.'")
             if key.startswith("grpc-") or key.endswith("-bin"):
                 problem = f"got the key {key!r}; gRPC keeps 'grpc-…' for itself and '…-bin' for bytes"
                 raise InvalidArgument("metadata", problem)
             if not sendable(value):
                 raise InvalidArgument("metadata", f"the value of {key!r} has characters that are not printable ASCII")
+        if not isinstance(self.api_key, str):
+            raise InvalidArgument("api_key", f"must be text, got {type(self.api_key).__name__}")
         if not sendable(self.api_key):
             raise InvalidArgument("api_key", "it has characters that are not printable ASCII, perhaps a line end")
 
@@ -114,11 +114,29 @@ def connection(
     """A Connection out of a client's arguments. ``url`` None is $TRIDENT_URL or the default; ``tls`` True is TLS()."""
     if isinstance(url, Connection):
         return url
-    pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+    if not isinstance(tls, TLS | bool | None):
+        raise InvalidArgument("tls", f"must be True or TLS(...), got {tls!r}")
     secure = TLS() if tls is True else tls or None
     # An empty url is a mistake; an empty variable is one that is not set.
     where = (os.environ.get("TRIDENT_URL") or DEFAULT_URL) if url is None else url
-    return Connection(where, secure, api_key, tuple(pairs))
+    return Connection(where, secure, api_key, pairs(metadata))
+
+
+def pairs(metadata: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return metadata as names and values. Raises InvalidArgument."""
+    items = metadata.items() if isinstance(metadata, Mapping) else metadata
+    try:
+        return tuple((key, value) for key, value in items)
+    except (TypeError, ValueError) as exc:
+        # The value is not shown: it may hold credentials.
+        problem = f"must be a dict, or pairs of a name and a value, got {type(metadata).__name__}"
+        raise InvalidArgument("metadata", problem) from exc
+
+
+def _is_target(url: str) -> bool:
+    _, colon, port = url.rpartition(":")
+    number = port.isdecimal() and not (colon and 0 < int(port) < 65_536)  # gRPC takes 65537 for 1
+    return bool(url) and "://" not in url.removeprefix("dns://") and not number
 
 
 def sendable(value: str) -> bool:
@@ -128,7 +146,7 @@ def sendable(value: str) -> bool:
 
 def trace_context(traceparent: str) -> str:
     """``traceparent`` if there is one, else a fresh one. Raises InvalidArgument for one that is not W3C's."""
-    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+    if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
         problem = f"must be W3C's form 00-<32 hex>-<16 hex>-<2 hex>, neither id all zeros, got {traceparent!r}"
         raise InvalidArgument("traceparent", problem)
     return traceparent or new_traceparent()

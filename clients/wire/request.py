@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from clients.wire.arguments import GenerateArguments
@@ -22,7 +22,12 @@ MAX_REQUEST_ID = 256
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ARGUMENTS = tuple(GenerateArguments.__annotations__)
 _CONTENT = {"content", "tool_calls"}  # a message has at least one of them
-_JSON = {"json_schema": "a schema", "tools": "a list of tools", "chat_template_kwargs": "a dict"}
+# Arguments that are sent as JSON: the classes they may have, and those in words. True and False are schemas.
+_JSON: dict[str, tuple[Any, str]] = {
+    "json_schema": (Mapping | bool, "a schema"),
+    "tools": (Iterable, "a list of tools"),
+    "chat_template_kwargs": (Mapping, "a dict"),
+}
 _SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs", "prompt_log_probs"})
 
 
@@ -31,7 +36,7 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
 
     Raises InvalidArgument that names the argument and what is allowed.
     """
-    arguments: dict[str, Any] = dict(given)
+    arguments = {name: _plain(value) for name, value in given.items()}
     for name in arguments:
         if name not in _ARGUMENTS:
             near = difflib.get_close_matches(name, _ARGUMENTS, 1)
@@ -44,7 +49,7 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
             raise InvalidArgument(name, f"must be True or False, got {arguments[name]!r}")
     fields: dict[str, Any] = {name: value for name, value in arguments.items() if name not in _SAMPLING}
     stop = fields.get("stop", ())
-    fields["stop"] = _texts("stop", (stop,) if isinstance(stop, str) else stop)
+    fields["stop"] = _texts("stop", (stop,) if isinstance(stop, str) else stop, "a string or a list of strings")
     fields["bad_words"] = _texts("bad_words", fields.get("bad_words", ()))
     fields["stop_token_ids"] = _ids("stop_token_ids", fields.get("stop_token_ids", ()))
     fields["continue_ids"] = _ids("continue_ids", fields.get("continue_ids", ()))
@@ -53,8 +58,10 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()
     if fields.get("messages") is not None:
         fields["messages"] = _chat(fields["messages"])
-    for name, what in _JSON.items():
-        fields[name] = _json(name, what, fields.get(name))
+    if not isinstance(fields.get("adapter", ""), str):
+        raise InvalidArgument("adapter", f"must be text, got {fields['adapter']!r}")
+    for name in _JSON:
+        fields[name] = _json(name, fields.get(name))
     fields["guide"] = _guide(fields.pop("json_schema"), fields.get("guide"))
     sampling = SamplingParams(**{name: value for name, value in arguments.items() if name in _SAMPLING})
     return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
@@ -78,14 +85,21 @@ def with_id(request: GenerationRequest) -> GenerationRequest:
     return request if request.request_id else dataclasses.replace(request, request_id=new_request_id())
 
 
-def _tuple(name: str, values: Iterable[Any]) -> tuple:
+def _plain(value: Any) -> Any:
+    """Return a number of another library, such as NumPy, as Python's; any other value as it is."""
+    if isinstance(value, int | float | str) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _tuple(name: str, values: Iterable[Any], allowed: str = "a list") -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise InvalidArgument(name, f"must be a list, got {values!r}")
+        raise InvalidArgument(name, f"must be {allowed}, got {values!r}")
     return tuple(values)
 
 
-def _texts(name: str, values: Iterable[Any]) -> tuple[str, ...]:
-    texts = _tuple(name, values)
+def _texts(name: str, values: Iterable[Any], allowed: str = "a list") -> tuple[str, ...]:
+    texts = _tuple(name, values, allowed)
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidArgument(name, f"must hold strings of at least one character, got {texts!r}")
     return texts
@@ -104,10 +118,14 @@ def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:
     chat = _tuple("messages", messages)
     if not chat or not all(isinstance(one, Mapping) and "role" in one and _CONTENT & one.keys() for one in chat):
         raise InvalidArgument("messages", "allowed is a non-empty list of {'role': …, 'content': …}, oldest first")
-    return tuple(dict(message) for message in chat)
+    chat = tuple(dict(message) for message in chat)
+    _dumped("messages", chat, "a list that JSON can hold")
+    return chat
 
 
 def _guide(json_schema: str | None, guide: Guide | None) -> Guide | None:
+    if not isinstance(guide, Guide | None):
+        raise InvalidArgument("guide", f"must be a Guide, got {guide!r}")
     if json_schema is None:
         return guide
     if guide is not None:
@@ -115,11 +133,19 @@ def _guide(json_schema: str | None, guide: Guide | None) -> Guide | None:
     return Guide("json_schema", json_schema)
 
 
-def _json(name: str, what: str, value: Any) -> str | None:
+def _json(name: str, value: Any) -> str | None:
     """Return an argument as JSON text; text is taken as it is."""
     if value is None or isinstance(value, str):
         return value
+    kinds, what = _JSON[name]
+    allowed = f"{what} that JSON can hold, or its text"
+    if not isinstance(value, kinds):
+        raise InvalidArgument(name, f"must be {allowed}, got {value!r}")
+    return _dumped(name, value if isinstance(value, Mapping | bool) else list(value), allowed)
+
+
+def _dumped(name: str, value: Any, allowed: str) -> str:
     try:
-        return json.dumps(value if isinstance(value, Mapping) else list(value))
+        return json.dumps(value)
     except (TypeError, ValueError) as exc:
-        raise InvalidArgument(name, f"is no JSON: {exc}; allowed is {what}, or its text") from exc
+        raise InvalidArgument(name, f"must be {allowed}, got {value!r:.200}: {exc}") from exc

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.wire import failures, protobuf
+from contract import encoder
 
 _SERVICE = "/inference.GRPCInferenceService"
 # The models of our repository, for servers that restrict access to their index.
-KNOWN_MODELS = (
-    "ensemble",
-    "ensemble_packed",
-    "tokenizer",
-    "engine",
-    "detokenizer",
-    "detokenizer_packed",
-    "client_watch",
-)
+_NEEDED = ("ensemble", "tokenizer", "engine", "detokenizer")  # of a server that has no encoder
+KNOWN_MODELS = (encoder.MODEL, *_NEEDED, "ensemble_packed", "detokenizer_packed", "client_watch")
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,16 @@ class Model:
     version: str = ""
     state: str = ""
     reason: str = ""
+
+
+def from_readiness(ready: Mapping[str, bool]) -> list[Model]:
+    """Return the models that are ready, and those that the server needs and that are not.
+
+    ready: by name, for KNOWN_MODELS.
+    """
+    needed = () if ready[encoder.MODEL] else _NEEDED
+    shown = [name for name in ready if ready[name] or name in needed]
+    return [Model(name, state="READY" if ready[name] else "UNAVAILABLE") for name in shown]
 
 
 REPOSITORY_INDEX = UnaryCall(f"{_SERVICE}/RepositoryIndex")

@@ -64,6 +64,7 @@ class StepLoop:
         self._unscored: dict[int, AddSequence] = {}  # they start when the log probabilities of their prompts are known
         self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
+        self._log_probs = set[int]()  # sequences whose log probabilities were requested
         self._ended: list[StepOutput] = []  # what the next report begins with
         self._leaving: set[int] = set()  # they are cancelled once their prompts are read
         self._drafting = drafting
@@ -232,6 +233,8 @@ class StepLoop:
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
+        if command.sampling.log_probs or command.sampling.top_log_probs:
+            self._log_probs.add(command.id)
         if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts), behind):
             self._prompts[command.id], self._read_tokens[command.id] = (command, config), command.cached_tokens
         elif not self._start(self._drafting.pipeline, command, config):
@@ -369,6 +372,7 @@ class StepLoop:
 
     def _forget(self, id: int) -> None:
         self._without_token.pop(id, None)
+        self._log_probs.discard(id)
         self._read_tokens.pop(id, None)
         self._top_log_probs.close(id)
         self._drafting.end(id)
@@ -402,7 +406,8 @@ class StepLoop:
         while handle.can_read():
             for output in handle.read().values():
                 token_ids += output.generated_ids
-                log_probs += output.generated_log_probs
+                if id in self._log_probs:  # without them greedy requests get zeros
+                    log_probs += output.generated_log_probs
                 finish = output.finish_reason
         event = StreamEvent.RUNNING
         status = handle.get_status()

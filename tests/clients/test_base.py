@@ -24,6 +24,24 @@ def test_every_client_takes_the_same_options_and_no_others(kind: type):
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 5}, "model: must be text, got 5"),
+        ({"retry": 3}, "retry: must be a RetryPolicy, got 3"),
+        ({"retry": 0}, "retry: must be a RetryPolicy, got 0"),
+        ({"budget": 3}, "budget: must be a RetryBudget, got 3"),
+        ({"rng": 3}, "rng: must be a random.Random, got 3"),
+        ({"metadata": None}, "metadata: must be a dict, or pairs of a name and a value, got NoneType"),
+        ({"metadata": [("a", "b", "c")]}, "metadata: must be a dict, or pairs of a name and a value, got list"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_name(kind: type, options: dict, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        kind("127.0.0.1:1", **options)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
 async def test_a_bad_argument_of_generate_is_raised_before_anything_is_sent(kind: type):
     client = kind("127.0.0.1:1", budget=RetryBudget())
     with pytest.raises(InvalidArgument, match="did you mean temperature"):

@@ -207,6 +207,47 @@ def test_threads_share_one_client(threaded_replica) -> None:
     assert texts == {n: f" w{n}" * 5 for n in range(16)}
 
 
+@pytest.mark.parametrize(
+    "use", [Client.health, lambda client: client.stop("x"), lambda client: client.generate("x").complete()]
+)
+def test_a_channel_that_another_thread_closes_before_the_call_is_told(threaded_replica, use) -> None:
+    with Client(threaded_replica.url) as client:
+        client.health()
+        client._channel.close()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            use(client)
+        client.close()
+        use(client)
+
+
+def test_requests_beside_close_succeed_or_are_cancelled(threaded_replica) -> None:
+    ended = threading.Event()
+    wrong: list[Exception] = []
+
+    def repeat(use: Callable[[], object]) -> None:
+        while not ended.is_set():
+            try:
+                use()
+            except Cancelled:
+                pass
+            except Exception as error:
+                wrong.append(error)
+
+    with Client(threaded_replica.url, retry=NO_RETRY) as client:
+        uses = [lambda: client.complete("x", max_tokens=2), client.health, lambda: client.stop("x")]
+        threads = [threading.Thread(target=repeat, args=(use,)) for use in uses * 2]
+        for thread in threads:
+            thread.start()
+        for _ in range(50):
+            time.sleep(0.01)
+            client.close()
+        ended.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert client.complete("x", max_tokens=2).text == " x x"
+
+
 def test_status_questions_are_answered(threaded_replica) -> None:
     with Client(threaded_replica.url) as client:
         assert client.health().ok

@@ -264,6 +264,28 @@ def test_health_models_and_stop(threaded_replica) -> None:
     assert done.returncode == 6 and "ready: no  ensemble: not ready" in done.stdout
 
 
+def test_the_known_models_are_checked_where_the_index_is_restricted(monkeypatch, capsys) -> None:
+    timeouts_s = set()
+
+    async def models(client, timeout_s):
+        raise errors.PermissionDenied("restricted")
+
+    async def model_ready(client, model, timeout_s):
+        timeouts_s.add(timeout_s)
+        return model in ("ensemble", "tokenizer", "engine")
+
+    monkeypatch.setattr(command_line.AsyncClient, "models", models)
+    monkeypatch.setattr(command_line.AsyncClient, "model_ready", model_ready)
+    assert command_line.main(["models", "--timeout", "7"]) == 0
+    assert [line.split()[::2] for line in capsys.readouterr().out.splitlines()] == [
+        ["ensemble", "READY"],
+        ["tokenizer", "READY"],
+        ["engine", "READY"],
+        ["detokenizer", "UNAVAILABLE"],
+    ]
+    assert timeouts_s == {7.0}
+
+
 def test_an_answer_that_was_stopped_is_told_from_a_whole_one(threaded_replica, playlist) -> None:
     playlist.set(Script(("a", "b"), FinishReason.CANCELLED))
     done = run(threaded_replica, "x")

@@ -37,6 +37,21 @@ def test_another_thread_cancels_a_stream_that_waits(threaded_replica, playlist):
             next(stream)
 
 
+def test_a_cancel_while_the_request_is_being_sent_cancels_it(threaded_replica, playlist):
+    playlist.set(Script(ABC, stall_after=1))
+    with Client(threaded_replica.url) as client:
+        stream = client.generate("x")
+        send = stream._send
+
+        def cancel_and_send(*arguments):
+            stream.cancel()
+            return send(*arguments)
+
+        stream._send = cancel_and_send
+        with pytest.raises(Cancelled):
+            next(stream)
+
+
 def test_leaving_the_block_cancels(threaded_replica, playlist):
     playlist.set(Script(ABC, stall_after=1))
     with Client(threaded_replica.url) as client:

@@ -56,8 +56,15 @@ def test_the_url_comes_from_the_argument_then_the_environment_then_the_default(m
     assert connection(whole, None, "", ()) is whole
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "8001", "grpc://x:1", "", "127.0.0.1:0", "127.0.0.1:65537"])
-def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
+def test_tls_of_another_kind_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"tls: must be True or TLS\(...\), got 'ca.pem'"):
+        connection("here:1", "ca.pem", "", ())
+
+
+@pytest.mark.parametrize(
+    "url", [8001, "http://127.0.0.1:8000", "8001", "grpc://x:1", "", "127.0.0.1:0", "127.0.0.1:65537"]
+)
+def test_a_url_of_another_kind_is_refused_with_an_example(url: object) -> None:
     with pytest.raises(InvalidArgument, match="url: must be HOST:PORT of the server's gRPC endpoint.*, got .*"):
         Connection(url)
 
@@ -69,7 +76,10 @@ def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
         ({"metadata": (("x-tenant-bin", "a"),)}, "metadata: got the key 'x-tenant-bin'"),
         ({"metadata": (("grpc-timeout", "1S"),)}, "metadata: got the key 'grpc-timeout'"),
         ({"metadata": (("x-tenant", "ä"),)}, "metadata: the value of 'x-tenant' has characters"),
+        ({"metadata": ((5, "a"),)}, "metadata: got the key 5"),
+        ({"metadata": (("x-tenant", 5),)}, "metadata: the value of 'x-tenant' has characters"),
         ({"api_key": "secret\n"}, "api_key: it has characters that are not printable ASCII"),
+        ({"api_key": None}, "api_key: must be text, got NoneType"),
     ],
 )
 def test_what_grpc_would_refuse_to_send_is_named_before(arguments: dict, message: str) -> None:
@@ -82,8 +92,8 @@ def test_a_trace_context_is_w3cs_or_fresh() -> None:
     assert trace_context(given) == given
     assert trace_context("") != trace_context("")
     zeros = (f"00-{'0' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'0' * 16}-01", f"ff-{'a' * 32}-{'b' * 16}-01")
-    for bad in ("mine", *zeros):
-        with pytest.raises(InvalidArgument, match=f"traceparent: must be W3C's form .*, got '{bad}'"):
+    for bad in ("mine", 5, *zeros):
+        with pytest.raises(InvalidArgument, match=f"traceparent: must be W3C's form .*, got {bad!r}"):
             trace_context(bad)
 
 

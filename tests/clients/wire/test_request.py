@@ -31,6 +31,16 @@ def test_ids_are_taken_from_any_iterable_of_integers() -> None:
     assert (built.text_input, built.truncate_prompt_tokens) == (None, -1)
 
 
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    built = request.build("x", max_tokens=np.int32(4), temperature=np.float32(0.5), seed=np.uint64(5))
+    numbers = (built.max_tokens, built.sampling.temperature, built.sampling.seed)
+    assert numbers == (4, 0.5, 5) and [type(number) for number in numbers] == [int, float, int]
+
+
+def test_true_is_a_schema() -> None:
+    assert request.build("x", json_schema=True).guide == Guide("json_schema", "true")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,7 +66,7 @@ def test_ids_are_taken_from_any_iterable_of_integers() -> None:
         ({"input_ids": "12"}, "input_ids: must be a list, got '12'"),
         (
             {"prompt": "x", "truncate_prompt_tokens": 0},
-            "truncate_prompt_tokens: must be 1 or more, or -1 for what fits, got 0",
+            "truncate_prompt_tokens: must be an integer from 1 to 2147483647, or -1 for what fits, got 0",
         ),
         ({"messages": []}, "messages: allowed is a non-empty list"),
         ({"messages": [{"content": "y"}]}, "messages: allowed is a non-empty list"),
@@ -64,7 +74,16 @@ def test_ids_are_taken_from_any_iterable_of_integers() -> None:
         ({"messages": "hi"}, "messages: must be a list, got 'hi'"),
         ({"prompt": b"x"}, "text_input: must be text, got b'x'"),
         ({"prompt": 5}, "text_input: must be text, got 5"),
-        ({"prompt": "x", "stop": 5}, "stop: must be a list, got 5"),
+        ({"prompt": "x", "truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens: must be .*, got 2147483648"),
+        ({"prompt": "x", "stop": 5}, "stop: must be a string or a list of strings, got 5"),
+        ({"prompt": "x", "stop": None}, "stop: must be a string or a list of strings, got None"),
+        ({"prompt": "x", "adapter": None}, "adapter: must be text, got None"),
+        ({"prompt": "x", "adapter": 3}, "adapter: must be text, got 3"),
+        ({"messages": [{"role": "user", "content": {1}}]}, "messages: must be a list that JSON can hold, got"),
+        ({"prompt": "x", "guide": "x"}, "guide: must be a Guide, got 'x'"),
+        ({"prompt": "x", "guide": {}, "json_schema": {}}, "guide: must be a Guide, got {}"),
+        ({"prompt": "x", "guide": Guide("regex", 5)}, "guided_decoding_guide: must be text, got 5"),
+        ({"prompt": "x", "max_tokens": np.bool_(True)}, "max_tokens: must be an integer"),
         ({"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids: must hold integers from 0 to 2147483647, got"),
         ({"prompt": "x", "stop_token_ids": [2**31]}, "stop_token_ids: must .*got"),
         ({"prompt": "x", "stop_token_ids": 7}, "stop_token_ids: must be a list, got 7"),
@@ -72,8 +91,13 @@ def test_ids_are_taken_from_any_iterable_of_integers() -> None:
         ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos: must be True or False, got 'no'"),
         ({"prompt": "x", "log_probs": 3}, "log_probs: must be True or False, got 3"),
         ({"prompt": "x", "stream": "no"}, "stream: must be True or False, got 'no'"),
-        ({"prompt": "x", "json_schema": {"a": {1}}}, "json_schema: is no JSON"),
-        ({"messages": [{"role": "user", "content": "y"}], "tools": 5}, "tools: is no JSON"),
+        (
+            {"prompt": "x", "json_schema": {"a": {1}}},
+            "json_schema: must be a schema that JSON can hold, or its text, got",
+        ),
+        ({"messages": [{"role": "user", "content": "y"}], "tools": 5}, "tools: must be a list of tools .* got 5"),
+        ({"prompt": "x", "tools": True}, "tools: must be a list of tools .* got True"),
+        ({"prompt": "x", "chat_template_kwargs": []}, r"chat_template_kwargs: must be a dict .* got \[\]"),
         ({"prompt": "x", "tools": []}, "tools: must be left out without messages"),
         ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs: must be left out without messages"),
         ({"prompt": "x", "json_schema": {}, "guide": Guide("regex", "a")}, "guide: must be left out with json_schema"),

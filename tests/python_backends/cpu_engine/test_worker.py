@@ -123,6 +123,10 @@ def test_greedy_tokens_are_the_pipelines_own(worker, direct, prompts):
         assert ids == direct(prompt, 20)
         assert event is (StreamEvent.STOP if ids[-1] == END else StreamEvent.LENGTH)
         assert len(log_probs) == len(ids) and all(value <= 0 for value in log_probs)
+    for sampling in (SamplingParams(top_k=1), SamplingParams(temperature=1e-39), SamplingParams(seed=3)):
+        found, none, _ = worker.generate(prompt, 20, sampling=sampling)
+        assert not none  # nobody asked for them
+        assert sampling.seed or found == ids
 
 
 SCORED = dataclasses.replace(GREEDY, prompt_log_probs=True, top_log_probs=2)
@@ -407,7 +411,7 @@ float32 = {"width": 32, "allow_nan": False}
 def test_whatever_is_accepted_the_pipeline_lives_through(worker, sampling, stop_ids):
     ids, log_probs, event = worker.generate([1, 2, 3], 4, sampling.validate(), stop_ids=stop_ids)
     assert event in (StreamEvent.STOP, StreamEvent.LENGTH) and 1 <= len(ids) <= 4
-    assert all(0 <= token < VOCABULARY for token in ids) and len(log_probs) == len(ids)
+    assert all(0 <= token < VOCABULARY for token in ids) and len(log_probs) == len(ids) * sampling.log_probs
     assert not worker.deaths
 
 
