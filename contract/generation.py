@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +18,6 @@ INT32_MAX = 2**31 - 1
 # A softmax at a lower temperature has one token with all of the probability, or overflows.
 GREEDY_BELOW = 1e-5
 UINT64_MAX = 2**64 - 1
-_FP32 = struct.Struct("<f")
 
 
 class FinishReason(str, Enum):
@@ -189,7 +187,7 @@ class GenerationRequest:
             raise InvalidArgument("truncate_prompt_tokens", problem)
         _integer("max_tokens", self.max_tokens, 0 if self.echo else 1, INT32_MAX)
         if self.timeout_s is not None:
-            _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True, fp32=False)
+            _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
         sampling = self.sampling.validate()
         if sampling.prompt_log_probs and not (self.echo and (sampling.log_probs or sampling.top_log_probs)):
             raise InvalidArgument("prompt_log_probs", "must be false without echo and log_probs, got true")
@@ -323,19 +321,15 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(
-    name: str,
-    value: object,
-    low: float,
-    high: float,
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-    fp32: bool = True,
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    """fp32: the value is sent as FP32, so one that rounds to an open end is refused too."""
-    closed = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    sent = _FP32.unpack(_FP32.pack(value))[0] if closed and fp32 else value
-    if not closed or (open_low and sent == low) or (open_high and sent == high):
+    inside = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (open_low and value == low)
+        and not (open_high and value == high)
+    )
+    if not inside:
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-        rounded = f", which is {sent:g} as FP32" if closed and sent != value else ""
-        raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}{rounded}")
+        raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}")

@@ -144,4 +144,20 @@ def _raw(datatype: str, values: list) -> bytes:
     if datatype == "BYTES":
         encoded = [value.encode() for value in values]
         return b"".join(struct.pack("<I", len(data)) + data for data in encoded)
+    if datatype == "FP32":
+        values = [_fp32(value) for value in values]
     return struct.pack(f"<{len(values)}{STRUCT_CODES[datatype]}", *values)
+
+
+def _fp32(value: float) -> float:
+    """Return the nearest FP32 value; the next one where that is an integer and the value is none.
+
+    A top_p of 1e-46 would become 0, which means that it is not set, and a min_p of 0.9999999999 become 1.
+    """
+    data = struct.pack("<f", value)
+    nearest: float = struct.unpack("<f", data)[0]
+    if nearest == value or not nearest.is_integer():
+        return nearest
+    larger = abs(value) > abs(nearest)
+    bits = int.from_bytes(data, "little") + (1 if larger else -1)
+    return struct.unpack("<f", bits.to_bytes(4, "little"))[0]

@@ -131,3 +131,12 @@ def test_a_stop_request_is_the_one_that_tensorrt_llm_knows() -> None:
     assert (request.model_name, request.id) == ("engine", "abc")
     assert values == {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
     assert [list(tensor.shape) for tensor in request.inputs] == [[1, 1]] * 4
+
+
+@given(st.floats(-100, 100) | st.sampled_from([1e-46, -1e-50, 0.9999999999, 1.0000000001, 1e-45, 0.0, 1.0]))
+def test_a_number_becomes_no_other_kind_of_number_as_fp32(value: float) -> None:
+    """0 and 1 mean something else than what is close to them."""
+    sent = infer_request._fp32(value)
+    assert struct.unpack("<f", struct.pack("<f", sent))[0] == sent
+    assert sent.is_integer() == value.is_integer() and (sent > 0, sent < 0) == (value > 0, value < 0)
+    assert abs(sent - value) <= max(2**-23 * abs(value), 2**-149)
