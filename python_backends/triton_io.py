@@ -102,8 +102,7 @@ class Inputs:
         """Return a BYTES tensor's values as text; see decode_text for the errors, which name the row of several."""
         array = self.array(name)
         values: Sequence[bytes] = [] if array is None else array.reshape(-1).tolist()
-        rows = [f"{name}[{row}]" for row in range(len(values))] if len(values) > 1 else [name]
-        return [decode_text(row, value) for row, value in zip(rows, values, strict=False)]
+        return [decode_text(f"{name}[{row}]" if len(values) > 1 else name, value) for row, value in enumerate(values)]
 
     def integers(self, name: str) -> list[int]:
         """Return an integer tensor's values in order, [] if it is absent."""

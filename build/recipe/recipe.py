@@ -281,9 +281,8 @@ def _declared(
     table: Mapping[str, object], path: Path
 ) -> schema.CpuRecipe | schema.TrtllmRecipe | schema.LlmapiRecipe | schema.EncoderRecipe:
     kind = schema.RECIPE_TABLES.get(str(table.get("kind")))
-    _refuse_unknown(path, "", table, schema.KEYS, tuple(schema.fields_of(kind)) if kind else schema.KEYS)
-    modes = schema.SPECULATIVE_KEYS
-    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), modes, modes)
+    _refuse_unknown(path, "", table, schema.KEYS, tuple(schema.fields_of(kind)) if kind else ())
+    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
     try:
         declared = schema.FILE.validate_python(dict(table))
     except ValidationError as exc:
@@ -297,11 +296,13 @@ def _declared(
     return declared
 
 
-def _refuse_unknown(path: Path, name: str, table: object, known: tuple[str, ...], allowed: tuple[str, ...]) -> None:
-    """known: keys that some kind has. allowed: those to name for one that none has."""
+def _refuse_unknown(
+    path: Path, name: str, table: object, known: tuple[str, ...], of_kind: tuple[str, ...] = ()
+) -> None:
+    """known: keys that some kind has. of_kind: those of the table's kind, which the error names; () for all."""
     for key in table if isinstance(table, Mapping) else ():
         if key not in known:
-            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, allowed))
+            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, of_kind or known))
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from contract.generation import Guide
 from gateway.api.strict_model import StrictModel
 
 # In an engine's errors: the place in a schema, and behind the problem the place of the schema in a structural tag.
-PLACE = re.compile(r"#((?:/[^\s/]*)+)")
+_PLACE = re.compile(r"#((?:/[^\s/]*)+)")
 PLACE_IN_TAG = re.compile(r" \(in #((?:/[^\s/]*)+)\)$")
 
 _Schema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
@@ -103,11 +103,9 @@ class GuidedBody(StrictModel):
         """Return an engine's error about the guide with the field of the body and the place in the schema."""
         field, problem = next(iter(self._guides()), "response_format"), error.problem
         if field == "structured_outputs.structural_tag":
-            place = PLACE_IN_TAG.search(problem)
-        else:  # a structural tag around it is the gateway's own
-            problem = PLACE_IN_TAG.sub("", problem)
-            place = PLACE.search(problem)
-        return InvalidArgument(field + (place[1].replace("/", ".") if place else ""), problem)
+            return InvalidArgument(field + _dotted(PLACE_IN_TAG.search(problem)), problem)
+        # A structural tag around another guide is the gateway's own.
+        return schema_error(field, PLACE_IN_TAG.sub("", problem))
 
     def _guides(self) -> dict[str, Guide]:
         """Return the guides that the body asks for, by field. Raises: InvalidArgument."""
@@ -133,6 +131,15 @@ class GuidedBody(StrictModel):
             "guided_grammar": ("ebnf_grammar", self.guided_grammar),
         }
         return {field: _guide(field, kind, value) for field, (kind, value) in given.items() if value is not None}
+
+
+def schema_error(field: str, problem: str) -> InvalidArgument:
+    """Return the error about a field that holds a schema, with the place in it that the problem names."""
+    return InvalidArgument(field + _dotted(_PLACE.search(problem)), problem)
+
+
+def _dotted(place: re.Match[str] | None) -> str:
+    return place[1].replace("/", ".") if place else ""
 
 
 def _guide(field: str, kind: str, value: Any) -> Guide:

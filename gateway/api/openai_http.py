@@ -309,18 +309,27 @@ async def _admitted(
         finally:
             deltas.close(error)
     except InvalidArgument as exc:
-        name = _OPENAI_NAMES.get(exc.field)
-        if exc.field == "max_tokens" and isinstance(body, ChatRequest) and body.max_tokens is None:
-            name = "max_completion_tokens" if body.max_completion_tokens is not None else None
         if exc.field.startswith("guided_decoding_guide"):
             guide = requests[0].guide if requests[0].tools is not None else None
             if guide is not None and isinstance(body, ChatRequest):
                 raise body.tools_error(exc, guide) from exc
             raise body.guide_error(exc) from exc
-        if name is None:
+        name = _openai_name(exc.field, body)
+        if name == exc.field:
             raise
-        name = "messages" if name == "prompt" and isinstance(body, ChatRequest) else name
         raise type(exc)(name, exc.problem) from exc
+
+
+def _openai_name(field: str, body: Body) -> str:
+    """Return the name that a field of the ensemble has in a body, with the place in its list: ``stop.1``."""
+    if isinstance(body, ChatRequest) and field in ("text_input", "input_ids"):
+        return "messages"
+    if isinstance(body, ChatRequest) and field == "max_tokens" and body.max_tokens is None:
+        return field if body.max_completion_tokens is None else "max_completion_tokens"
+    tensor, _, row = field.partition("[")
+    if tensor not in _OPENAI_NAMES:
+        return field
+    return _OPENAI_NAMES[tensor] + (f".{row.rstrip(']')}" if row else "")
 
 
 def _parse(formatter_type: FormatterType, data: bytes, settings: Settings) -> Body:

@@ -26,7 +26,7 @@ from pydantic import (
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
-from gateway.api.guides import PLACE, PLACE_IN_TAG, GuidedBody
+from gateway.api.guides import PLACE_IN_TAG, GuidedBody, schema_error
 from gateway.api.prompting import PromptReference
 from gateway.api.strict_model import WHOLE, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
@@ -363,9 +363,7 @@ class ChatRequest(_Sampling):
         if not name:
             return self.guide_error(error)
         index = next(nth for nth, tool in enumerate(self._tools) if tool.function.name == name)
-        place = PLACE.search(problem)
-        parameters = f"tools.{index}.function.parameters" + (place[1].replace("/", ".") if place else "")
-        return InvalidArgument(parameters, problem)
+        return schema_error(f"tools.{index}.function.parameters", problem)
 
     def _check_without_guide(self, answer: Guide | None) -> None:
         """Refuse what only a grammar can promise."""

@@ -27,7 +27,7 @@ from python_backends.metrics import (
     Metrics,
 )
 
-_SHOWN = 4  # responses whose latencies one update observes: each is a call to the server process
+_SAMPLED = 4  # responses whose latencies one update observes: each is a call to the server process
 _LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 # Description and label of each family of gauges.
 _GAUGES = {
@@ -182,7 +182,7 @@ class EngineMetrics:
     def show(self, load: EngineLoad) -> None:
         """Set the gauges and send everything pending to Triton; called by the ticker only."""
         sent_s, self._sent_s = self._sent_s, []
-        for gap_s, waited_s in random.sample(sent_s, min(len(sent_s), _SHOWN)):
+        for gap_s, waited_s in random.sample(sent_s, min(len(sent_s), _SAMPLED)):
             self._itl(gap_s)
             self._waited(waited_s)
         for family, figures in _figures(load).items():

@@ -357,6 +357,28 @@ async def test_a_grammar_holds_the_engine_to_the_tools_and_its_refusal_names_the
         with pytest.raises(openai.BadRequestError, match="tools: must not have the keyword not") as caught:
             await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS)
         assert caught.value.param == "tools"
+        place = "(in #/format/tags/1/content)"
+        replica.script = words(refuse=InvalidArgument("guided_decoding_guide", f"#/not/x is not supported {place}"))
+        with pytest.raises(openai.BadRequestError, match="#/not/x is not supported") as caught:
+            await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS)
+        assert caught.value.param == "tools.1.function.parameters.not.x" and "format" not in caught.value.message
+
+
+async def test_a_limit_that_the_engine_refuses_is_named_as_the_caller_sent_it():
+    script = words(refuse=InvalidArgument("max_tokens", "must be 1 to 8, got 9"))
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        for name in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask.chat.completions.create(model="demo", messages=HELLO, **{name: 9})
+            assert caught.value.param == name
+
+
+async def test_a_stop_string_that_the_engine_refuses_is_named_with_its_place():
+    script = words(refuse=InvalidArgument("stop_words[1]", "must hold no NUL character, got one at position 0"))
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        with pytest.raises(openai.BadRequestError, match="stop.1: must hold no NUL") as caught:
+            await ask.chat.completions.create(model="demo", messages=HELLO, stop=["a", "\0"])
+        assert caught.value.param == "stop.1"
 
 
 async def test_without_grammars_a_model_may_call_and_cannot_be_made_to():
