@@ -194,17 +194,14 @@ class EngineMetrics:
 
 
 def _figures(load: EngineLoad) -> dict[str, dict[str, float]]:
-    """Return the values of the gauges by family and by the value of the family's label."""
+    """Return the values of the gauges by family and by the value of the family's label.
+
+    Requests come last as they are sent last, while a page lists their family first: a page that says that nothing runs
+    has the steps and blocks of what ran.
+    """
     step = load.last_step
     used = round(step.cache_usage * load.blocks)
     return {
-        "nv_trt_llm_request_metrics": {
-            "active": load.running + load.waiting,
-            "max": load.slots,
-            "scheduled": load.running,
-            "context": step.context,
-            "waiting": load.waiting,
-        },
         "nv_trt_llm_kv_cache_block_metrics": {
             "max": load.blocks,
             "free": load.blocks - used,
@@ -219,4 +216,11 @@ def _figures(load: EngineLoad) -> dict[str, dict[str, float]]:
             "paused_requests": 0,
         },
         "nv_trt_llm_general_metrics": {"timestamp": step.end_ns // 1000, "iteration_counter": load.steps},
+        "nv_trt_llm_request_metrics": {
+            "active": load.running + load.waiting,
+            "max": load.slots,
+            "scheduled": load.running,
+            "context": step.context,
+            "waiting": load.waiting,
+        },
     }

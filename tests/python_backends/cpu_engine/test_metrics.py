@@ -39,6 +39,24 @@ def test_the_gauges_are_those_of_tensorrt_llm(metrics, triton):
     assert triton.metric_value("nv_trt_llm_general_metrics", **NAMES, general_type="iteration_counter") == 9
 
 
+def test_a_page_read_between_two_gauges_that_says_nothing_runs_has_counted_the_steps(metrics, triton, monkeypatch):
+    metric = type(triton.families["nv_trt_llm_general_metrics"].Metric({}))
+    metrics.show(load())
+    plain_set, pages = metric.set, []
+
+    def watched_set(self, value):
+        plain_set(self, value)
+        active = triton.metric_value("nv_trt_llm_request_metrics", **NAMES, request_type="active")
+        steps = triton.metric_value("nv_trt_llm_general_metrics", **NAMES, general_type="iteration_counter")
+        used = triton.metric_value("nv_trt_llm_kv_cache_block_metrics", **NAMES, kv_cache_block_type="used")
+        pages.append((active, steps, used))
+
+    monkeypatch.setattr(metric, "set", watched_set)
+    metrics.show(load(running=0, waiting=0, steps=10, last_step=StepReport(0, 6_000)))
+    assert {page[1:] for page in pages if page[0] == 0} == {(10, 0)}
+    assert any(page[0] for page in pages)
+
+
 def test_requests_are_counted_by_adapter(triton):
     metrics = EngineMetrics(Metrics(metric_family), **NAMES, adapters=("poet", "lawyer"))
     metrics.accepted(stream(adapter="poet"))
