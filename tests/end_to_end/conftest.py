@@ -43,12 +43,13 @@ def replica(engine_dir: Path) -> Iterator[Replica]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """A failed test shows the end of the server's log."""
+    """A failed test shows the end of the server's log and of its supervisor's."""
     report = (yield).get_result()
     server = getattr(item, "funcargs", {}).get("replica")
     if report.failed and server is not None:
         log = server.log()
         report.sections.append(("tritonserver's log", log[-20000:]))
+        report.sections.append(("the supervisor's output", server.output.read_text()[-5000:]))
         deaths = len(re.findall(r"unaligned \w+ chunk detected", log))
         seen = item.session.stash.setdefault(DEATHS, {})
         if deaths > seen.get(server.grpc_url, 0):
