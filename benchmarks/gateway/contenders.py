@@ -69,7 +69,10 @@ class Contender:
         return found
 
     def alive(self) -> bool:
-        return psutil.pid_exists(self.root)
+        """Return whether its root runs; one that has ended stays in the process table until its parent waits for it."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.root).status() != psutil.STATUS_ZOMBIE
+        return False
 
     def gauge(self, name: str) -> float:
         """Scrape one of its metrics; nan if that fails or there is none."""

@@ -40,7 +40,7 @@ class LoadTest:
     result: every request's record.
     warmup_s: requests sent before it are not part of the latencies.
     cpu_s: CPU seconds of all its processes, busiest_s: of the one that used most; rss_before_bytes, peak_rss_bytes:
-    resident memory.
+    resident memory. CPU is nan if it has ended.
     highest: the highest value of each watched gauge.
     alive: whether the contender still ran at the end.
     """
@@ -129,9 +129,9 @@ class _Watch(Sampler):
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
-        if self._contender.alive():
-            self.cpu_s = self._contender.use().cpu_s - self.before.cpu_s
-            now = self._contender.cpu_of_processes()
+        used, now = self._contender.use(), self._contender.cpu_of_processes()
+        if self._contender.alive():  # so it was while they were read
+            self.cpu_s = used.cpu_s - self.before.cpu_s
             self.busiest_s = max(now[pid] - self._cpu_before.get(pid, 0.0) for pid in now)
         super().__exit__(*exc)
 

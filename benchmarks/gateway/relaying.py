@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -135,11 +136,14 @@ def scalings(rows: Sequence[Relayed], row: Relayed, base: str, workers: int) -> 
 
 
 def cpu_ratios(rows: Sequence[Relayed], row: Relayed, base: str) -> list[float]:
-    """Return CPU per token over that of the path ``base`` under the same load, round by round; [] without it."""
+    """Return CPU per token over that of the path ``base`` under the same load, round by round; [] without it.
+
+    inf if this path's contender ended or passed no token; a round in which that of ``base`` did so is left out.
+    """
     for other in rows:
         if (other.path, other.streams, other.paced) == (base, row.streams, row.paced):
             pairs = zip(row.us_of_rounds, other.us_of_rounds, strict=True)
-            return [mine / theirs for mine, theirs in pairs if mine > 0 and theirs > 0]  # nan: it ended meanwhile
+            return [mine / theirs if mine > 0 else math.inf for mine, theirs in pairs if theirs > 0]
     return []
 
 

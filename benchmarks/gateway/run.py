@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -170,7 +171,7 @@ def goals(
     for row in scaled:
         name, _, protocol = row.path.rpartition(", ")
         if name != GATEWAY:
-            scaling = statistics.median(relaying.scalings(scaled, row, f"{GATEWAY}, {protocol}", WORKERS))
+            scaling = statistics.median(relaying.scalings(scaled, row, f"{GATEWAY}, {protocol}", WORKERS) or [math.nan])
             out.append(report.at_least(f"{row.path}: of one worker's throughput", scaling, SCALING))
     for one in results:
         name = f"{one.streams} slow streams, {one.protocol}"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from benchmarks.record import Record
 
 _PACE = re.compile(rb"pace ([0-9.]+) ([0-9.]+) ([0-9.]+)")
-STAMP = re.compile(rb"@(\d{16})")
-STAMP_SIZE = 17
+STAMP = re.compile(rb"@(\d{19})")  # as many digits as 63 bits need
+STAMP_SIZE = 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def pace_of(data: bytes) -> Pace:
 
 def stamp() -> bytes:
     """Return this instant as STAMP_SIZE bytes."""
-    return b"@%016d" % time.monotonic_ns()
+    return b"@%019d" % time.monotonic_ns()
 
 
 def record_tokens(data: bytes, record: Record) -> int:

@@ -79,6 +79,16 @@ def test_noise_is_how_far_rounds_are_apart():
     assert figures.noise([2.0, 3.0, 2.5]) == 0.5 and figures.noise([2.0]) == figures.LEAST_NOISE
 
 
+def test_rounds_of_nothing_do_not_differ_and_others_differ_from_them_without_bound():
+    assert figures.noise([0.0]) == figures.noise([0.0, 0.0]) == figures.LEAST_NOISE
+    assert figures.noise([0.0, 0.5]) == math.inf
+
+
+def test_a_round_without_a_value_has_the_worst():
+    assert figures.rounds_of({"better": "lower", "values": [1.0, None, math.nan, math.inf]}) == [1.0] + [math.inf] * 3
+    assert figures.rounds_of({"better": "higher", "values": [1.0, None, math.nan, math.inf]}) == [1.0] + [0.0] * 3
+
+
 def test_compared_figures_say_which_is_better():
     assert figures.compared(figures.LOWER, {"ms: a": (1.0, 2.0)}) == {
         "ms: a": {"better": "lower", "values": [1.0, 2.0]}

@@ -47,4 +47,24 @@ def test_the_page_tells_losses_conditions_and_missed_goals(tmp_path):
         "- vLLM: as it comes",
     ):
         assert told in text
+    assert "from start to first token |  | 0.05 | 20%: disturbed |" in text
+    assert "| bf16 weights: Trident, vLLM and llama.cpp | 1 | 1 | 20%: disturbed |" in text
     assert "Goals missed here (1 of 2)" in text and "`python -m benchmarks peers` on 2026-11-23, commit abc" in text
+
+
+def test_what_failed_is_told_and_not_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    never, at_once = figure(None), figure(0.0)
+    entry = {"when": "2026-11-23", "commit": "abc", "others": 0.0, "notes": []}
+    entry["figures"] = {"recovery, s: http": never, "recovery, s: grpc": at_once, "TTFT p50, ms: http": never}
+    entry["goals"] = [["recovery, s, at most", None, 5.0, False]]
+    speeds = {"Trident, gRPC": figure(None, better="higher"), "vLLM": figure(100.0, better="higher")}
+    peers = entry | {"figures": {f"tokens/s: {name}, 8": of for name, of in speeds.items()}, "goals": []}
+    peers["figures"] |= {"start, s: Trident, gRPC": figure(None), "start, s: vLLM": never, "start, s: x": figure(8.0)}
+    page.write("a machine", {"peers-bf16": peers, "limits": entry}, tmp_path / "performance.md")
+    text = (tmp_path / "performance.md").read_text()
+    assert "| http | failed |" in text and "| grpc | 0 |" in text and "- recovery, s, at most 5: failed" in text
+    assert "bf16 weights: tokens/s | **0** |" in text and "first token |  | **failed** | 0% |" in text
+    assert sorted(path.name for path in (tmp_path / "performance").iterdir()) == [
+        *("limits-recovery--s.svg", "peers-bf16-start--s.svg", "peers-bf16-tokens-s.svg")
+    ]

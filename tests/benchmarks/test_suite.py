@@ -1,6 +1,7 @@
 """The comparison of a run with the kept one, and the parts as processes of their own."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,18 @@ def test_a_figure_regresses_when_it_is_worse_by_more_than_the_rounds_differ():
     assert not Figure("lower", [50.0]).regressed(before)
     assert Figure("higher", [90.0]).regressed(Figure("higher", [100.0]))
     assert not Figure("higher", [96.0]).regressed(Figure("higher", [100.0]))
+
+
+def test_the_worst_and_the_best_outcome_are_compared():
+    never, at_once, soon = (Figure("lower", [seconds]) for seconds in (math.inf, 0.0, 0.5))
+    assert never.regressed(soon) and never.regressed(at_once) and soon.regressed(at_once)
+    assert not never.regressed(never) and not at_once.regressed(at_once)
+    assert at_once.worse_by(soon) == soon.worse_by(never) == -1
+    nothing, some = Figure("higher", [0.0]), Figure("higher", [100.0])
+    assert nothing.regressed(some) and not some.regressed(nothing) and not nothing.regressed(nothing)
+    # A round that failed is no noise that would hide it.
+    assert Figure("lower", [0.5, math.inf]).regressed(Figure("lower", [0.5, 0.5]))
+    assert Figure("higher", [100.0, 0.0]).regressed(Figure("higher", [100.0, 100.0]))
 
 
 def test_every_part_is_planned_within_an_hour_and_names_differ():
@@ -65,11 +78,22 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / "baseline.json"
 
 
-def _done(out, name, values, better="lower", **noted):
+def _done(out, name, values, better="lower", options="", model="", goals=(), **noted):
     folder = out / name
     folder.mkdir(parents=True)
-    (folder / "hops.json").write_text(json.dumps({"compared": {"µs: x": {"better": better, "values": values}}}))
-    (folder / "done.json").write_text(json.dumps(noted))
+    table = {"compared": {"µs: x": {"better": better, "values": values}}, "goals": goals}
+    (folder / "hops.json").write_text(json.dumps(table))
+    command = {"command": f".venv/bin/python -m benchmarks hops{options}", "model": model}
+    (folder / "done.json").write_text(json.dumps(command | noted))
+
+
+def _strictly(path):
+    """Read a file that must be JSON, which has no nan and no infinity."""
+
+    def refuse(constant):
+        raise AssertionError(f"{path} has {constant}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
 
 
 def test_a_regression_is_told_and_fails_the_run(kept, tmp_path, capsys):
@@ -87,6 +111,62 @@ def test_a_regression_is_told_and_fails_the_run(kept, tmp_path, capsys):
     )
     assert suite.run([], False, False, tmp_path / "second", parts) == 0
     assert "not measured" in capsys.readouterr().out
+
+
+def test_another_model_or_other_options_are_neither_compared_nor_replace_what_is_kept(kept, tmp_path, capsys):
+    parts = (Part("one", "hops", "--engine {model}", 5.0, 5.0, 2, "--streams 8"),)
+    _done(tmp_path / "first", "one", [10.0], options=" --engine FOLDER --rounds 1", model="smollm2")
+    assert suite.run([], False, True, tmp_path / "first", parts, model="/models/smollm2") == 0
+    before = kept.read_text()
+    for name, options, quick, model, differs in (
+        ("model", "", False, "other", "engine other (kept: smollm2)"),
+        ("options", " --streams 8", True, "smollm2", "streams 8 (kept: not set)"),
+    ):
+        _done(tmp_path / name, "one", [20.0], options=f" --engine FOLDER{options} --rounds 1", model=model)
+        assert suite.run([], quick, True, tmp_path / name, parts, model=f"/models/{model}") == 0
+        shown = capsys.readouterr().out
+        assert f"  not comparable: one: {differs}\n" in shown and "WORSE" not in shown
+        assert f"  not kept: one: {differs}; to replace" in shown and kept.read_text() == before
+    # The number of rounds is no option: a median of more rounds is of the same load.
+    _done(tmp_path / "more", "one", [20.0, 20.5], options=" --engine FOLDER --rounds 2", model="smollm2")
+    assert suite.run([], False, False, tmp_path / "more", parts, model="/elsewhere/smollm2") == 3
+
+
+def test_a_part_that_is_not_run_again_has_the_conditions_that_it_was_measured_under(kept, tmp_path, monkeypatch):
+    def command(part, rounds, quick, model, out):
+        program = SLOW.replace("time.sleep(60)", "")
+        words = ["-c", program, "-m benchmarks one", *(["--quick"] if quick else [])]
+        return [sys.executable, *words, "--out", str(out / "one")]
+
+    monkeypatch.setattr(Part, "command", command)
+    parts, entries = (Part("one", "hops", "", 0.0),), []
+    for commit, quick in (("first", False), ("second", False), ("third", True)):
+        monkeypatch.setattr(suite, "_commit", lambda commit=commit: commit)
+        assert suite.run([], quick, False, tmp_path, parts, budget_s=60.0) == 0
+        entries.append(json.loads((tmp_path / "all.json").read_text())["parts"]["one"])
+    assert [entry["commit"] for entry in entries] == ["first", "first", "third"] and entries[0] == entries[1]
+    assert [entry["command"].endswith("--quick") for entry in entries] == [False, False, True]
+    # Nor does a part have those of a run before one that was cut off.
+    noted = tmp_path / "one" / "done.json"
+    monkeypatch.setattr(suite, "process", lambda *command, **options: pytest.fail("cut off"))
+    with pytest.raises(pytest.fail.Exception):
+        suite.run([], False, False, tmp_path, parts, budget_s=60.0)
+    assert not noted.exists()
+
+
+def test_what_failed_is_kept_as_missed_and_regressed(kept, tmp_path, capsys):
+    parts, inf = (Part("one", "hops", "", 5.0),), math.inf
+    runs = {"soon": (0.5, True), "never": (inf, False), "again": (math.nan, False), "at once": (0.0, True)}
+    for name, (seconds, met) in runs.items():
+        _done(tmp_path / name, "one", [seconds], goals=[["recovery, s, at most", seconds, 5.0, met]])
+        assert suite.run([], False, True, tmp_path / name, parts) == (3 if name == "never" else 0)
+        [machine] = _strictly(kept).values()
+        value = seconds if math.isfinite(seconds) else None
+        assert machine["one"]["figures"]["µs: x"]["values"] == [value]
+        assert machine["one"]["goals"] == [["recovery, s, at most", value, 5.0, met]]
+        assert _strictly(tmp_path / name / "all.json")["parts"] == machine
+    shown = capsys.readouterr().out
+    assert "WORSE" in shown and "not measured" not in shown
 
 
 def test_an_unknown_part_is_refused_by_name(kept, tmp_path):

@@ -16,7 +16,7 @@ def test_a_chat_becomes_the_ensembles_tensors():
 
 def test_a_response_becomes_an_event_with_its_text():
     before, after = scripted_replica.tail(1, 2)
-    inner = text(3, "one") + before + b"@0000000000000001" + after
+    inner = text(3, "one") + before + b"@0000000000000000001" + after
     data = bare_relay.event(b"\x12" + varint(len(inner)) + inner, "demo")
     chunk = orjson.loads(data.removeprefix(b"data: "))
-    assert chunk["choices"] == [{"index": 0, "delta": {"content": "@0000000000000001"}, "finish_reason": "length"}]
+    assert chunk["choices"] == [{"index": 0, "delta": {"content": "@0000000000000000001"}, "finish_reason": "length"}]

@@ -1,8 +1,10 @@
 """The goals of the gateway's benchmark, and one small run of each part."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +38,20 @@ def test_cpu_is_held_to_the_bare_relays_of_the_same_round():
         two.busiest_us = busiest
         [(what, scaling, _, met)] = run.goals([], [], [], [ours, two])
         assert what.startswith("gateway, 2 workers, grpc") and scaling == pytest.approx(expected) and not met
+
+
+def test_a_contender_that_ended_misses_its_goals_and_one_that_it_is_held_to_leaves_none():
+    ended, ok = [float("nan")], [100.0]
+    ours = Relayed("gateway, grpc", "", 64, False, 100, us_of_rounds=ended, busiest_us=ended)
+    bare = Relayed("bare relay, grpc", "", 64, False, 100, us_of_rounds=ok)
+    two = Relayed("gateway, 2 workers, grpc", "", 64, False, 100, us_of_rounds=ended, busiest_us=ended)
+    missed = [(what, value) for what, value, _, met in run.goals([ours, bare], [], []) if not met]
+    assert missed == [("gateway, grpc, 64 streams unpaced: CPU of the bare relay's, at most", float("inf"))]
+    assert run.compared([ours, bare], [], [], [])["CPU of the bare relay's: grpc, 64 unpaced"]["values"] == [math.inf]
+    [(_, scaling, _, met)] = run.goals([], [], [], [replace(ours, us_of_rounds=ok, busiest_us=ok), two])
+    assert scaling == 0.0 and not met
+    [(_, scaling, _, met)] = run.goals([], [], [], [ours, replace(two, us_of_rounds=ok, busiest_us=ok)])
+    assert math.isnan(scaling) and not met
 
 
 def test_the_suite_compares_ratios_of_rounds_and_the_first_token():

@@ -20,6 +20,14 @@ def test_tokens_are_due_in_order_and_never_before_the_first():
     assert due[0] == 100.1 and due == sorted(due) and len(due) == 50
 
 
+def test_stamps_have_one_size_however_long_the_machine_has_run(monkeypatch):
+    for now_ns in (1, 10**16 - 1, 10**16, 10**18):  # 10**16 ns are 116 days
+        monkeypatch.setattr(time, "monotonic_ns", lambda now_ns=now_ns: now_ns)
+        record, stamp = Record(0, 0.0), script.stamp()
+        assert len(stamp) == script.STAMP_SIZE and script.record_tokens(stamp, record) == script.STAMP_SIZE
+        assert record.tokens == 1 and record.transit_s == [0.0]
+
+
 def test_a_token_that_arrives_is_recorded_with_its_transit_time():
     record, before_ns = Record(0, 0.0), time.monotonic_ns()
     stamp = script.stamp()
