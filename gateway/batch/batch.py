@@ -51,8 +51,15 @@ class Batches:
             max_lines=settings.batch_max_lines,
             max_line_bytes=settings.max_body_bytes,
         )
-        wake, requests = self.worker.wake, service.metrics.requests
-        self._endpoints = BatchEndpoints(self._store, service.tenant, webhooks, wake, settings.body_timeout_s, requests)
+        self._endpoints = BatchEndpoints(
+            self._store,
+            service.tenant,
+            lambda: service.configuration.keyless,
+            webhooks,
+            self.worker.wake,
+            settings.body_timeout_s,
+            service.metrics.requests,
+        )
 
     def routes(self) -> list[Route]:
         return self._endpoints.routes()

@@ -20,7 +20,9 @@ from starlette.routing import Route
 from clients.wire.connection import new_request_id
 from clients.wire.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError
-from gateway.api import error_responses, schemas
+from gateway.admission.body_budget import BodyBudget
+from gateway.api import error_responses, request_body, schemas
+from gateway.api.request_body import BodyTooLarge
 from gateway.api.strict_model import StrictModel
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
@@ -29,7 +31,7 @@ from gateway.batch.worker import FORMATTERS
 from gateway.config.tenant import Tenant
 
 MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
-MAX_UPLOADS = 8  # at once
+MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 4  # at once, of all tenants and of one
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_HOURS = 168
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
@@ -60,8 +62,9 @@ class BatchEndpoints:
     """The routes of files and batches.
 
     tenant: returns the tenant of a request with these headers.
+    alone: returns whether there is no other tenant, and no share of the uploads to keep for one.
     wake: called when a batch was created or cancelled.
-    timeout_s: longest silence of a client that sends a body.
+    timeout_s: longest time for a client to send a body; for a file see multipart.file_chunks.
     requests: counts responses by protocol, operation (files or batches) and status.
     """
 
@@ -69,32 +72,35 @@ class BatchEndpoints:
         self,
         store: BatchStore,
         tenant: Callable[[Mapping[str, str]], Awaitable[Tenant]],
+        alone: Callable[[], bool],
         webhooks: Webhooks,
         wake: Callable[[], None],
         timeout_s: float,
         requests: Counter,
     ) -> None:
-        self._store, self._tenant, self._webhooks, self._wake = store, tenant, webhooks, wake
+        self._store, self._tenant, self._alone, self._webhooks, self._wake = store, tenant, alone, webhooks, wake
         self._timeout_s, self._requests = timeout_s, requests
-        self._uploads = 0
+        self._uploads: list[str] = []  # the tenant of each
 
     async def upload(self, request: Request, tenant: Tenant) -> Response:
-        if self._uploads >= MAX_UPLOADS:
+        if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS}/{MAX_UPLOADS} files are being uploaded", 5.0)
-        self._uploads += 1
+        if self._uploads.count(tenant.name) >= MAX_TENANT_UPLOADS and not self._alone():
+            raise Overloaded(f"{MAX_TENANT_UPLOADS}/{MAX_TENANT_UPLOADS} files of this tenant are being uploaded", 5.0)
+        self._uploads.append(tenant.name)
         try:
             return _json(_file(await self._upload(request, tenant.name)))
         finally:
-            self._uploads -= 1
+            self._uploads.remove(tenant.name)
 
     async def _upload(self, request: Request, tenant: str) -> File:
         declared = request.headers.get("content-length", "0")
         max_bytes = self._store.limits.max_file_bytes
-        if declared.isdigit() and int(declared) > max_bytes + multipart.MAX_FIELDS * multipart.MAX_FIELD_BYTES:
+        if declared.isdigit() and int(declared) > max_bytes + multipart.OVERHEAD_BYTES:
             raise FileTooLarge(max_bytes)
         file_id, number, last = "", 0, None
         try:
-            async for chunk in multipart.file_chunks(request, self._timeout_s):
+            async for chunk in multipart.file_chunks(request, self._timeout_s, max_bytes):
                 if not file_id:
                     file_id = await asyncio.to_thread(self._store.open_file, tenant, chunk.filename[-255:])
                 if chunk.data:
@@ -139,7 +145,7 @@ class BatchEndpoints:
     async def content(self, request: Request, tenant: Tenant) -> Response:
         file_id = request.path_params["id"]
         file = await asyncio.to_thread(self._store.file, tenant.name, file_id)
-        parts = self._store.content(tenant.name, file_id)
+        parts = await asyncio.to_thread(self._store.content, tenant.name, file_id)
 
         async def read() -> AsyncIterator[bytes]:
             while part := await asyncio.to_thread(next, parts, b""):
@@ -227,19 +233,15 @@ def _expiry_s(fields: Mapping[str, str]) -> float | None:
 
 
 async def _body(request: Request, timeout_s: float) -> BatchRequest:
-    data = b""
-    source = request.stream()
     try:
-        while len(data) <= MAX_BODY_BYTES:
-            data += await asyncio.wait_for(anext(source), timeout_s)
-    except StopAsyncIteration:
-        pass
-    except ClientDisconnect as exc:
-        raise Cancelled("the client disconnected") from exc
-    except asyncio.TimeoutError as exc:
-        raise DeadlineExceeded(f"no bytes of the body arrived for {timeout_s:g} s") from exc
-    if len(data) > MAX_BODY_BYTES:
-        raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes")
+        with BodyBudget(MAX_BODY_BYTES, MAX_BODY_BYTES).lease("") as lease:
+            data = await request_body.read(request, lease, MAX_BODY_BYTES, timeout_s)
+    except BodyTooLarge:
+        raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes") from None
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
     body: BatchRequest = schemas.validated(BatchRequest, data)
     return body
 

@@ -15,6 +15,7 @@ from gateway.batch.store import Line
 
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100  # reported of one file
+MAX_LEVELS = 254  # of a body; orjson reads deeper ones and cannot write them
 
 
 @dataclass(eq=False)
@@ -71,11 +72,16 @@ class LineReader:
             return
         if not self._checked(table):
             return
+        try:
+            body = orjson.dumps(table["body"])
+        except orjson.JSONEncodeError:
+            self._add_error("invalid_body", f"must nest at most {MAX_LEVELS} levels", "body")
+            return
         self.count += 1
         if self.count > self.max_lines:
             self._add_error("too_many_lines", f"the file must hold at most {self.max_lines} requests")
             return
-        yield Line(self.batch_id, self.count - 1, table["custom_id"], orjson.dumps(table["body"]))
+        yield Line(self.batch_id, self.count - 1, table["custom_id"], body)
 
     def _checked(self, table: Mapping[str, Any]) -> bool:
         before = len(self.errors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from email.message import Message
 from email.utils import collapse_rfc2231_value
@@ -15,10 +16,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from starlette.requests import ClientDisconnect, Request
 
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from gateway.batch.store import FileTooLarge
 
 CHUNK_BYTES = 256 * 1024
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
+OVERHEAD_BYTES = MAX_FIELDS * MAX_FIELD_BYTES  # of a form, besides its file
+MIN_BYTES_PER_S = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,15 @@ class FileChunk:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def file_chunks(request: Request, timeout_s: float) -> AsyncIterator[FileChunk]:
-    """Yield the form's file in chunks of at most CHUNK_BYTES, then an empty chunk with all the fields.
+async def file_chunks(
+    request: Request, timeout_s: float, max_bytes: int, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[FileChunk]:
+    """Yield the form's file in chunks of CHUNK_BYTES or a little more, then an empty chunk with all the fields.
 
-    timeout_s: longest silence of the client.
-    Raises: InvalidArgument (not such a form), DeadlineExceeded (silence), Cancelled (the client disconnected).
+    timeout_s: how far the client may fall behind MIN_BYTES_PER_S, so also its longest silence.
+    max_bytes: of the file.
+    Raises: InvalidArgument (not such a form), FileTooLarge, DeadlineExceeded (too slow), Cancelled (the client
+    disconnected).
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -49,7 +57,7 @@ async def file_chunks(request: Request, timeout_s: float) -> AsyncIterator[FileC
     fields: dict[str, str] = {}
     filename = ""
     try:
-        reader = MultipartReader(headers, cast(StreamReader, _Body(request, timeout_s)))
+        reader = MultipartReader(headers, cast(StreamReader, _Body(request, timeout_s, max_bytes, clock)))
         async for part in reader:
             assert part is not None, "the iterator ends instead"
             name, file = _disposition(part.headers.get("content-disposition", ""))
@@ -85,20 +93,22 @@ def _disposition(header: str) -> tuple[str, str]:
     return name, filename
 
 
-async def _read(part: BodyPartReader, max_bytes: int) -> bytes:
-    """Return up to ``max_bytes`` bytes of a part; none at its end."""
+async def _read(part: BodyPartReader, min_bytes: int) -> bytes:
+    """Return at least ``min_bytes`` bytes of a part, or what is left of it; less than ``part.chunk_size`` too many."""
     data = bytearray()
-    while len(data) < max_bytes and not part.at_eof():
-        data += await part.read_chunk(max_bytes - len(data))
+    while len(data) < min_bytes and not part.at_eof():
+        data += await part.read_chunk()  # of a constant size: aiohttp takes none that is shorter than the boundary
     return bytes(data)
 
 
 class _Body:
     """A request's body with the methods that aiohttp's parser calls. It is received as it is read."""
 
-    def __init__(self, request: Request, timeout_s: float) -> None:
-        self._source, self._timeout_s = request.stream(), timeout_s
+    def __init__(self, request: Request, timeout_s: float, max_bytes: int, clock: Callable[[], float]) -> None:
+        self._source, self._timeout_s, self._max_bytes, self._clock = request.stream(), timeout_s, max_bytes, clock
         self._buffer = bytearray()
+        self._received = 0
+        self._left_s = timeout_s  # for the client to send more: used up while it is waited for, regained by each byte
         self._ended = False
 
     async def read(self, max_bytes: int) -> bytes:
@@ -125,11 +135,19 @@ class _Body:
         return self._ended and not self._buffer
 
     async def _receive(self) -> None:
+        began_s = self._clock()
         try:
-            self._buffer += await asyncio.wait_for(anext(self._source), self._timeout_s)
+            data = await asyncio.wait_for(anext(self._source), self._left_s)
+            self._buffer += data
+            self._received += len(data)
+            left_s = self._left_s - (self._clock() - began_s) + len(data) / MIN_BYTES_PER_S
+            self._left_s = min(self._timeout_s, left_s)
         except StopAsyncIteration:
             self._ended = True
         except ClientDisconnect as exc:
             raise Cancelled("the client disconnected") from exc
         except asyncio.TimeoutError as exc:
-            raise DeadlineExceeded(f"no bytes of the file arrived for {self._timeout_s:g} s") from exc
+            rate = f"fewer than {MIN_BYTES_PER_S} bytes per second"
+            raise DeadlineExceeded(f"{rate} of the file arrived for {self._timeout_s:g} s") from exc
+        if self._received > self._max_bytes + OVERHEAD_BYTES:
+            raise FileTooLarge(self._max_bytes)

@@ -182,13 +182,23 @@ class BatchStore(Database):
         return file_id
 
     def append(self, file_id: str, number: int, data: bytes) -> None:
-        """Append a part of a file, numbered from 0. Raises: FileTooLarge."""
+        """Append a part of a file, numbered from 0. Raises: FileTooLarge, InvalidArgument (the tenant's bound)."""
+        max_bytes = self.limits.max_bytes
         with self._transaction() as db:
             db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
             db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
-            (size,) = db.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
+            size, tenant = db.execute("SELECT bytes, tenant FROM files WHERE id = ?", (file_id,)).fetchone()
             if size > self.limits.max_file_bytes:
                 raise FileTooLarge(self.limits.max_file_bytes)
+            (others,) = db.execute(
+                "SELECT total(bytes) FROM files WHERE tenant = ? AND id <> ?", (tenant, file_id)
+            ).fetchone()
+            if size + others > max_bytes:
+                left = max(0, max_bytes - int(others))
+                raise InvalidArgument(
+                    "file",
+                    f"must be at most {left} bytes, as {others:.0f}/{max_bytes} bytes are stored; delete files first",
+                )
 
     def close_file(self, tenant: str, file_id: str, keep_s: float | None = None) -> File:
         """Make a complete file visible, for ``keep_s`` seconds or ``BatchLimits.keep_s``."""

@@ -242,24 +242,34 @@ class BatchWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _validate(self, batch: Batch) -> None:
-        """Read the input into lines; an interrupted validation starts over."""
-        try:
-            reader = LineReader(batch.id, batch.endpoint, self._max_lines, self._max_line_bytes)
-            await asyncio.to_thread(self._store.forget_lines, batch.id)
-            lines = reader.read(self._store.content(batch.tenant, batch.input_file_id))
-            while chunk := await asyncio.to_thread(_take, lines, _LINES_PER_TRANSACTION):
-                await asyncio.to_thread(self._store.add_lines, batch.id, chunk)
-            if reader.errors:
-                await asyncio.to_thread(self._store.fail, batch.id, reader.errors)
-            else:
-                await asyncio.to_thread(self._store.begin, batch.id)
-        except Unavailable as error:
+        """Validate a batch, or fail it: one that stayed in this status would hold up all others."""
+        [error] = await asyncio.gather(self._read_input(batch), return_exceptions=True)
+        if isinstance(error, Unavailable):
             _LOG.error("%s", str(error).replace("%", "%%"))
             await asyncio.sleep(self._tick_s)
-        except TridentError as error:
-            missing = {"code": "input_file_missing", "message": str(error), "param": "input_file_id", "line": None}
-            await asyncio.to_thread(self._store.fail, batch.id, [missing])
+        elif isinstance(error, TridentError):
+            await self._fail(batch, "input_file_missing", str(error))
+        elif error is not None:
+            _LOG.error("unhandled exception in validation of %s", batch.id, exc_info=error, extra={"fields": {}})
+            problem = f"the gateway failed to read the file; quote {batch.id} when you report it"
+            await self._fail(batch, "validation_failed", problem)
         self.wake()
+
+    async def _read_input(self, batch: Batch) -> None:
+        """Read the input into lines; an interrupted validation starts over."""
+        reader = LineReader(batch.id, batch.endpoint, self._max_lines, self._max_line_bytes)
+        await asyncio.to_thread(self._store.forget_lines, batch.id)
+        lines = reader.read(await asyncio.to_thread(self._store.content, batch.tenant, batch.input_file_id))
+        while chunk := await asyncio.to_thread(_take, lines, _LINES_PER_TRANSACTION):
+            await asyncio.to_thread(self._store.add_lines, batch.id, chunk)
+        if reader.errors:
+            await asyncio.to_thread(self._store.fail, batch.id, reader.errors)
+        else:
+            await asyncio.to_thread(self._store.begin, batch.id)
+
+    async def _fail(self, batch: Batch, code: str, message: str) -> None:
+        error = {"code": code, "message": message, "param": "input_file_id", "line": None}
+        await asyncio.to_thread(self._store.fail, batch.id, [error])
 
     async def _fill(self) -> None:
         """Start lines while the pace allows, one per tenant in turn."""
@@ -300,16 +310,20 @@ class BatchWorker:
         elif task.exception() is not None:
             queued.attempts += 1
             run.waiting.append(queued)
-            run.not_before_s = time.monotonic() + MAX_PAUSE_S
-            _LOG.error(
-                "unhandled exception in line of %s", run.batch.id, exc_info=task.exception(), extra={"fields": {}}
-            )
+            if queued.attempts != MAX_ATTEMPTS:  # then only its error is left to store
+                run.not_before_s = time.monotonic() + MAX_PAUSE_S
+            request_id = jsonl.request_id(queued.line)
+            _LOG.error("unhandled exception in request %s", request_id, exc_info=task.exception(), extra={"fields": {}})
         self._poll_due = self._poll_due or not (run.waiting or run.tasks)
         self._wakeup.set()
 
     async def _serve(self, run: _Run, queued: _QueuedLine) -> None:
         """Run one attempt of one line. A cancelled attempt has no effect."""
         line, batch = queued.line, run.batch
+        if queued.attempts >= MAX_ATTEMPTS:  # whatever the last one raised, its error is not stored yet
+            error = EngineFailed(f"the gateway failed; quote {jsonl.request_id(line)} when you report it")
+            await self._finish(run, queued, False, jsonl.refused(line, error), {})
+            return
         try:
             tenant = self._tenant(batch.tenant, batch.key_name)
             if tenant is None:

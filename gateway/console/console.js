@@ -379,7 +379,7 @@ function showScaling(decisions) {
 
 // ------------------------------------------------------------------------------------------------------ the playground
 
-const chat = [];
+let chat = [];
 let speaking = null;
 
 function keyHeaders() {
@@ -403,7 +403,8 @@ function message(role, text) {
 }
 
 async function say(text) {
-  chat.push({ role: "user", content: text });
+  const turns = chat; // a Clear during the answer begins another list
+  turns.push({ role: "user", content: text });
   message("user", text);
   const { body, timing } = message("assistant", "");
   const own = (speaking = new AbortController());
@@ -417,7 +418,7 @@ async function say(text) {
   try {
     const request = {
       model: byId("model").value,
-      messages: chat,
+      messages: turns,
       stream: true,
       stream_options: { include_usage: true },
       max_tokens: Number(byId("max-tokens").value),
@@ -448,8 +449,8 @@ async function say(text) {
   put(timing, [timings(began, times, usage), problem].filter(Boolean).join(" · "));
   if (problem && problem !== "stopped") timing.className = "problem";
   // Without an answer the question is not part of the next request.
-  if (answer) chat.push({ role: "assistant", content: answer });
-  else chat.pop();
+  if (answer) turns.push({ role: "assistant", content: answer });
+  else turns.pop();
 }
 
 function timings(began, times, usage) {
@@ -494,7 +495,7 @@ byId("prompt").addEventListener("keydown", (event) => {
 byId("stop").addEventListener("click", () => speaking?.abort());
 byId("clear").addEventListener("click", () => {
   speaking?.abort();
-  chat.length = 0;
+  chat = [];
   byId("messages").replaceChildren();
   byId("prompt").focus();
 });

@@ -93,11 +93,15 @@ class Authentication:
             raise
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        """Return a tenant as its key sees it now; see Keys."""
+        """Return a tenant as its key sees it now; see Keys. Raises: Unavailable while stored keys were never read."""
         issuer, is_token, _ = key.rpartition("/")[2].partition(":")
         if not is_token:
-            stored = self.stored.named(key) if self.stored is not None and key.startswith(f"{tenant}/") else None
-            return stored or self._keys.named(tenant, key)
+            stored = self.stored if key.startswith(f"{tenant}/") else None
+            found = stored.named(key) if stored is not None else None
+            found = found or self._keys.named(tenant, key)
+            if found is None and stored is not None and not stored.read:
+                raise Unavailable("the API keys cannot be read now", 1.0)
+            return found
         org, _, team = tenant.partition("/")
         known = issuer in self._configuration.policy.identity.issuers and key.startswith(f"{tenant}/")
         return self._configuration.member(org, team, key.removeprefix(f"{tenant}/")) if known else None

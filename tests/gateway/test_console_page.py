@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import aiohttp
@@ -104,3 +105,30 @@ async def test_an_operator_looks_shifts_rolls_back_and_chats_without_a_mouse(tmp
             await page.run("document.getElementById('sign-out').click()")
             assert await page.run("sessionStorage.getItem('trident.token')") is None
             await page.until("!document.getElementById('sign-in').hidden")
+
+
+async def test_a_chat_that_is_cleared_during_an_answer_begins_anew(tmp_path: Path):
+    (tmp_path / "token").write_text(TOKEN)
+    scripts = iter([Script((" begun", " on"), stall_after=1), Script((" two",)), Script((" three",))])
+    async with FakeReplica(lambda seen: next(scripts)) as replica:
+        async with (
+            gateway(replica, admin_token_file=tmp_path / "token") as running,
+            browser.page(running.base_url + "/console") as page,
+        ):
+            await page.until("document.activeElement.id === 'token'")
+            await sign_in(page)
+            await page.until("document.getElementById('model').value !== ''")
+
+            async def say(text: str, answer: str) -> list[str]:
+                """Return the texts of the request, once this answer is shown."""
+                await page.run(f"document.getElementById('prompt').value = '{text}'")
+                await page.run("document.getElementById('send').click()")
+                await page.until(f"document.getElementById('messages').textContent.includes('{answer}')")
+                return [message["content"] for message in json.loads(replica.seen[-1].value("messages"))]
+
+            assert await say("one", "begun") == ["one"]
+            await page.run("document.getElementById('clear').click()")
+            await page.until("!document.getElementById('send').disabled")
+            assert await say("another", "two") == ["another"]
+            await page.until("!document.getElementById('send').disabled")
+            assert await say("more", "three") == ["another", " two", "more"]

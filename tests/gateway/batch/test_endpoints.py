@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ openai = pytest.importorskip("openai")
 for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
     pytest.importorskip(needed)
 
+from gateway.batch.endpoints import MAX_TENANT_UPLOADS, MAX_UPLOADS
+from gateway.batch.store import BatchStore, File
 from gateway.config import tenants
 from tests.fakes.replica import FakeReplica, Script, echo
-from tests.gateway.running import Running, gateway
+from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +117,7 @@ MALFORMED = [
     ({**chat("a"), "body": "text"}, "invalid_body", "body"),
     ({**chat("a"), "more": 1}, "unknown_field", "more"),
     (chat("a", stream=True), "invalid_body", "body.stream"),
+    (json.dumps(chat("a", stop="deep")).replace('"deep"', "[" * 300 + "]" * 300).encode(), "invalid_body", "body"),
 ]
 
 
@@ -219,6 +225,79 @@ async def test_bounds_are_refused_by_name(tmp_path: Path):
             await made(ask, jsonl(chat("a")))
             with pytest.raises(openai.RateLimitError, match="batches are unfinished"):
                 await made(ask, jsonl(chat("a")))
+
+
+@contextlib.asynccontextmanager
+async def begun(running: Running, count: int, refused: int, api_key: str = "any") -> AsyncIterator[list[bytes]]:
+    """Begin ``count`` uploads and yield the answers to the ``refused`` ones; the others send no more until the end."""
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + api_key.encode()
+    head += b"\r\ncontent-length: 1000\r\ncontent-type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    uploads = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(count)]
+    for _, writer in uploads:
+        writer.write(head)
+    answers = [asyncio.create_task(reader.readuntil(b"}}")) for reader, _ in uploads]
+    try:
+        await until(lambda: sum(answer.done() for answer in answers) >= refused)
+        yield [answer.result() for answer in answers if answer.done()]
+    finally:
+        for _, writer in uploads:
+            writer.close()
+        await asyncio.gather(*answers, return_exceptions=True)
+
+
+async def test_uploads_of_one_tenant_leave_room_for_others(tmp_path: Path):
+    environ = {tenants.API_KEYS: f"acme/research/alice={ALICE},other/team/bob={BOB}"}
+    async with (
+        gateway(environ=environ, batch_db=tmp_path / "b", body_timeout_s=600.0) as running,
+        client(running, ALICE) as alice,
+        client(running, BOB) as bob,
+    ):
+        async with begun(running, MAX_UPLOADS, MAX_UPLOADS - MAX_TENANT_UPLOADS, ALICE) as refused:
+            share = b"%d/%d files of this tenant" % (MAX_TENANT_UPLOADS, MAX_TENANT_UPLOADS)
+            assert len(refused) == MAX_UPLOADS - MAX_TENANT_UPLOADS
+            assert all(b" 429 " in answer and share in answer for answer in refused)
+            assert (await bob.files.create(file=b"x", purpose="batch")).bytes == 1
+        while True:  # until the gateway has seen that they left
+            try:
+                assert (await alice.files.create(file=b"x", purpose="batch")).bytes == 1
+                break
+            except openai.RateLimitError:
+                await asyncio.sleep(0.01)
+
+
+async def test_without_keys_there_is_no_share_to_keep(tmp_path: Path):
+    async with gateway(batch_db=tmp_path / "b", body_timeout_s=600.0) as running:
+        async with begun(running, MAX_UPLOADS + 1, 1) as [answer]:
+            assert b" 429 " in answer and b"%d/%d files are" % (MAX_UPLOADS, MAX_UPLOADS) in answer
+
+
+async def test_a_body_that_arrives_byte_by_byte_is_refused_in_time(tmp_path: Path):
+    async with gateway(batch_db=tmp_path / "b", body_timeout_s=0.3) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"POST /v1/batches HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n")
+        answer = asyncio.create_task(reader.readuntil(b"}}"))
+        for _ in range(50):
+            await asyncio.wait([answer], timeout=0.02)
+            if not answer.done():
+                writer.write(b" ")
+        assert b" 504 " in await answer and b"did not arrive within 0.3 s" in answer.result()
+        writer.close()
+
+
+async def test_a_content_is_opened_in_a_thread(tmp_path: Path, monkeypatch):
+    """Its transaction may wait for another process."""
+    threads: list[threading.Thread] = []
+    opened = BatchStore.file
+
+    def file(store: BatchStore, tenant: str, file_id: str) -> File:
+        threads.append(threading.current_thread())
+        return opened(store, tenant, file_id)
+
+    monkeypatch.setattr(BatchStore, "file", file)
+    async with gateway(batch_db=tmp_path / "b") as running, client(running) as ask:
+        made = await ask.files.create(file=b"x", purpose="batch")
+        assert (await ask.files.content(made.id)).content == b"x"
+    assert threads and threading.main_thread() not in threads
 
 
 async def test_bad_requests_are_refused_by_name(tmp_path: Path):

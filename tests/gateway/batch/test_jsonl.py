@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from contract.errors import EngineFailed
 from gateway.batch import jsonl
-from gateway.batch.jsonl import MAX_ERRORS, LineReader
+from gateway.batch.jsonl import MAX_ERRORS, MAX_LEVELS, LineReader
 from gateway.batch.store import Line
 
 URL = "/v1/completions"
@@ -56,6 +56,20 @@ def test_lines_are_the_same_however_the_file_is_cut(size: int, ends: bool) -> No
 def test_what_is_wrong_has_a_code_and_a_field(data: bytes, code: str, param: str | None) -> None:
     _, errors = read(data)
     assert [(error["code"], error["param"]) for error in errors] == [(code, param)]
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS, MAX_LEVELS + 1, 900])
+def test_a_body_that_nests_too_deep_is_an_error_of_its_line(levels: int) -> None:
+    deep = b'{"x":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+    line = text().replace(b'{"x": 1}', deep)
+    reader = LineReader("batch_1", URL, 10, 10_000)
+    lines = list(reader.read([text("first") + b"\n" + line + b"\n" + text("last")]))
+    if levels <= MAX_LEVELS:
+        assert reader.errors == [] and lines[1].body == deep
+    else:
+        [error] = reader.errors
+        assert (error["code"], error["param"], error["line"]) == ("invalid_body", "body", 2)
+        assert error["message"] == f"line 2: body: must nest at most {MAX_LEVELS} levels"
 
 
 def test_no_more_errors_are_reported_than_help() -> None:

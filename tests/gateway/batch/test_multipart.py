@@ -15,7 +15,9 @@ for needed in ("starlette", "aiohttp"):
 from starlette.requests import Request
 
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument
-from gateway.batch.multipart import MAX_FIELD_BYTES, file_chunks
+from gateway.batch.multipart import CHUNK_BYTES, MAX_FIELD_BYTES, MIN_BYTES_PER_S, file_chunks
+from gateway.batch.store import FileTooLarge
+from tests.gateway.conftest import SteppedClock
 
 DATA = b'{"a": 1}\n--b not a border\r\n{"b": 2}'
 FORM = (
@@ -25,7 +27,7 @@ FORM = (
 )
 
 
-def request(parts: Sequence[bytes | None]) -> Request:
+def request(parts: Sequence[bytes | None], boundary: bytes = b"b") -> Request:
     """A request whose body comes in these parts; None is a caller that goes."""
     messages = [
         {"type": "http.disconnect"} if part is None else {"type": "http.request", "body": part, "more_body": True}
@@ -37,13 +39,15 @@ def request(parts: Sequence[bytes | None]) -> Request:
     async def receive() -> dict:
         return next(left)
 
-    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    headers = [(b"content-type", b"multipart/form-data; boundary=" + boundary)]
     return Request({"type": "http", "method": "POST", "headers": headers}, receive)
 
 
-async def read(parts: Sequence[bytes | None]) -> tuple[bytes, str, dict[str, str]]:
+async def read(
+    parts: Sequence[bytes | None], boundary: bytes = b"b", max_bytes: int = 10**6
+) -> tuple[bytes, str, dict[str, str]]:
     data, last = b"", None
-    async for last in file_chunks(request(parts), 5.0):
+    async for last in file_chunks(request(parts, boundary), 5.0, max_bytes):
         data += last.data
     assert last is not None
     return data, last.filename, last.fields
@@ -109,5 +113,57 @@ async def test_a_caller_that_goes_or_falls_silent_is_told_apart():
 
     stalled._receive = nothing
     with pytest.raises(DeadlineExceeded, match=r"for 0\.01 s"):
-        async for _ in file_chunks(stalled, 0.01):
+        async for _ in file_chunks(stalled, 0.01, 10**6):
             pass
+
+
+LONGEST = b"b" * 70  # of the boundaries that aiohttp accepts
+BEFORE, AFTER = (part.replace(b"--b", b"--" + LONGEST) for part in FORM.split(DATA))
+LARGE = bytes(range(256)) * (2 * CHUNK_BYTES // 256 + 100)
+
+
+@given(st.lists(st.integers(1, 200) | st.integers(CHUNK_BYTES - 200, CHUNK_BYTES + 200), max_size=8))
+def test_a_large_file_may_arrive_in_parts_of_any_size(sizes):
+    """Also where few bytes are left to a whole chunk: fewer than the boundary has."""
+    parts, start = [BEFORE], 0
+    for size in sizes:
+        parts.append(LARGE[start : start + size])
+        start += size
+    parts += [LARGE[start:] + AFTER]
+    assert asyncio.run(read(parts, LONGEST)) == (LARGE, "x.jsonl", {"purpose": "batch"})
+
+
+@pytest.mark.parametrize("size", range(MAX_FIELD_BYTES - 80, MAX_FIELD_BYTES + 1))
+async def test_a_field_may_arrive_in_parts_of_any_size(size: int):
+    value = b"v" * MAX_FIELD_BYTES
+    start, end = BEFORE.replace(b"batch", value).split(value)
+    form = [start, value[:size], value[size:] + end + AFTER]
+    assert (await read(form, LONGEST))[2] == {"purpose": value.decode()}
+
+
+async def arrived(clock: SteppedClock, bytes_per_s: float, size: int, count: int) -> None:
+    """Read a form whose file arrives in ``count`` parts of ``size`` bytes."""
+    form = request([BEFORE, *[b"x" * size] * count, AFTER], LONGEST)
+    receive = form._receive
+
+    async def later() -> dict:
+        message = await receive()
+        clock.advance(len(message["body"]) / bytes_per_s)
+        return message
+
+    form._receive = later
+    async for _ in file_chunks(form, 30.0, 10**9, clock):
+        pass
+
+
+async def test_a_large_file_may_take_long_and_a_slow_one_is_refused(clock):
+    await arrived(clock, 2 * MIN_BYTES_PER_S, 65_536, 200)
+    assert clock() > 1000 + 3 * 30
+    for bytes_per_s, size in ((MIN_BYTES_PER_S / 2, 65_536), (1 / 29, 1)):
+        with pytest.raises(DeadlineExceeded, match=f"{MIN_BYTES_PER_S} bytes per second of the file arrived for 30 s"):
+            await arrived(clock, bytes_per_s, size, 200)
+
+
+async def test_a_body_without_end_is_refused_although_its_file_never_begins():
+    with pytest.raises(FileTooLarge, match="at most 1000 bytes"):
+        await read([b"no boundary\r\n" * 1000] * 3, max_bytes=1000)

@@ -142,6 +142,18 @@ def test_bounds_are_held_and_named(tmp_path: Path):
         uploaded(full)
 
 
+def test_uploads_at_once_stay_within_the_bytes_of_their_tenant(tmp_path: Path):
+    store = BatchStore(tmp_path / "b", BatchLimits(max_file_bytes=12, max_bytes=15))
+    first, second, other = (store.open_file(tenant, "x") for tenant in ("a", "a", "b"))
+    store.append(first, 0, b"x" * 4)
+    store.append(second, 0, b"x" * 6)
+    with pytest.raises(InvalidArgument, match="^file: must be at most 9 bytes, as 6/15 bytes are stored; delete files"):
+        store.append(first, 1, b"x" * 6)
+    store.append(first, 1, b"x" * 5)
+    store.append(other, 0, b"x" * 12)
+    assert [store.close_file("a", file_id).bytes for file_id in (first, second)] == [9, 6]
+
+
 def test_a_file_that_is_being_read_stays_and_an_output_is_no_input(tmp_path: Path):
     store = BatchStore(tmp_path / "b")
     batch = created(store)

@@ -9,6 +9,7 @@ import os
 import signal
 import sqlite3
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded, Unavailable
 from gateway.batch.aimd import PacePolicy, Signals
-from gateway.batch.store import Batch, BatchStore, Line
+from gateway.batch.store import Batch, BatchStore, File, Line
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import MAX_ATTEMPTS, BatchWorker
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
@@ -159,6 +160,30 @@ async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: P
         await until(over(store, fine))
         assert store.batch("a", broken.id).status == "in_progress"
     assert "unhandled exception" in caplog.text
+
+
+async def test_a_line_that_meets_a_defect_fails_after_its_tries_and_alone(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr("gateway.batch.worker.MAX_PAUSE_S", 0.0)
+    calls: Counter[int] = Counter()
+
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        number = json.loads(body)["max_tokens"]
+        calls[number] += 1
+        if number == 2:
+            raise ZeroDivisionError("a defect")
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 3)
+    async with working(store, answer):
+        await until(over(store, batch))
+    done = store.batch("a", batch.id)
+    assert (done.completed, done.failed) == (2, 1) and calls == {1: 1, 2: MAX_ATTEMPTS, 3: 1}
+    [broken] = results(store, "a", done.error_file_id)
+    assert (broken["custom_id"], broken["response"]["status_code"]) == ("a1", 500)
+    message = broken["response"]["body"]["error"]["message"]
+    assert broken["id"] in message and "defect" not in message
+    assert caplog.text.count(f"unhandled exception in request {broken['id']}") == MAX_ATTEMPTS
 
 
 async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
@@ -325,6 +350,69 @@ async def test_an_input_that_is_gone_fails_the_batch(tmp_path: Path):
     async with working(store, answer):
         await until(over(store, batch, "failed"))
     assert store.batch("a", batch.id).errors[0]["code"] == "input_file_missing"
+
+
+async def test_a_defect_in_a_validation_fails_that_batch_and_others_go_on(tmp_path: Path, monkeypatch, caplog):
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    broken, fine = submitted(store, 300), submitted(store, 5, "b")
+    add_lines = store.add_lines
+
+    def defective(batch_id: str, lines: list[Line]) -> None:
+        add_lines(batch_id, lines)
+        if batch_id == broken.id:
+            raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(store, "add_lines", defective)
+    async with working(store, answer):
+        await until(over(store, fine))
+        await until(over(store, broken, "failed"))
+    [error] = store.batch("a", broken.id).errors
+    assert (error["code"], error["param"], error["line"]) == ("validation_failed", "input_file_id", None)
+    assert "defect" not in error["message"] and store.pending(broken.id, -1, 1) == []
+    assert "unhandled exception" in caplog.text and "a defect" in caplog.text
+
+
+async def test_no_line_runs_and_none_ends_while_its_key_cannot_be_read(tmp_path: Path):
+    looks: list[str] = []
+
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        return DONE
+
+    def tenant(name: str, key: str) -> Tenant:
+        looks.append(name)
+        if len(looks) < 5:
+            raise Unavailable("the API keys cannot be read now", 0.0)
+        return Tenant(name)
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 3)
+    async with working(store, answer, tenant=tenant):
+        await until(over(store, batch))
+    assert store.batch("a", batch.id).completed == 3 and len(looks) == 4 + 3
+
+
+async def test_an_input_is_opened_in_a_thread(tmp_path: Path, monkeypatch):
+    """Its transaction may wait for another process."""
+
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 1)
+    threads: list[threading.Thread] = []
+    file = store.file
+
+    def opened(tenant: str, file_id: str) -> File:
+        threads.append(threading.current_thread())
+        return file(tenant, file_id)
+
+    monkeypatch.setattr(store, "file", opened)
+    async with working(store, answer):
+        await until(over(store, batch))
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.slow

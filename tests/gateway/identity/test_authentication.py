@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from contract.errors import Unauthenticated
+from contract.errors import Unauthenticated, Unavailable
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.identity.authentication import Authentication, bearer_token
+from gateway.identity.stored_keys import StoredKeys
+from tests.gateway.identity.test_stored_keys import ALICE, Memory
+from tests.gateway.identity.test_tokens import member
 
 TOKEN = "an-operators-token-0123"
 
@@ -20,7 +23,7 @@ class Keys:
         return Tenant("acme/research")
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        return None
+        return Tenant(tenant) if key.endswith("/of-the-file") else None
 
 
 def headers(token: str) -> dict[str, str]:
@@ -50,6 +53,26 @@ async def test_without_a_token_file_nobody_is_an_operator():
     assert not authentication.administered
     with pytest.raises(Unauthenticated):
         await authentication.principal({})
+
+
+async def test_a_stored_key_that_cannot_be_read_yet_is_not_one_that_is_gone(clock):
+    """Who owns a batch is looked up after a restart, when the store may be away."""
+    authentication, memory = Authentication(Settings(), Configuration(None, {}, {}), Keys()), Memory()
+    authentication.stored = StoredKeys(memory, member, clock)
+    memory.away = True
+    await authentication.start()
+    with pytest.raises(Unavailable, match="cannot be read now"):
+        authentication.named("acme/research", ALICE)
+    assert authentication.named("acme/research", "") is None  # no stored key has this name
+    assert authentication.named("acme/research", "acme/research/of-the-file") == Tenant("acme/research")
+    memory.away = False
+    await authentication.stored.make(ALICE, "a", "caller", None)
+    found = authentication.named("acme/research", ALICE)
+    assert found is not None and found.name == "acme/research"
+    await authentication.stored.revoke(ALICE)
+    memory.away = True
+    assert authentication.named("acme/research", ALICE) is None
+    await authentication.close()
 
 
 @pytest.mark.parametrize(
