@@ -28,7 +28,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SECTION = re.compile(r"(<!-- settings: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
-AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as exc:  # ~NAME of no user
+        raise ValueError(f"must be a path, got {str(path)!r}: {exc}") from None
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,6 @@ async def _fits(model: ServedModel, requests: Sequence[GenerationRequest], tenan
 
 def _escalation(headers: Mapping[str, str]) -> int:
     text = headers.get(ESCALATE, "0")
-    if not (text.isascii() and text.isdecimal() and int(text) <= _MOST_ESCALATED):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= _MOST_ESCALATED):
         raise InvalidArgument(ESCALATE, f"must be an integer from 0 to {_MOST_ESCALATED}, got {text!r:.50}")
     return int(text)

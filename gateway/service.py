@@ -239,7 +239,7 @@ class Service:
         if path is None:
             raise NotFound("this gateway has no configuration file, in which releases stand")
         if action == "rollback" and fields.keys() <= {"reason"} and name in self.releases.current:
-            self.releases.roll_back(name, str(fields.get("reason") or "by an operator"))
+            self.releases.roll_back(name, release_file.rollback_reason(fields))
             if name in self._rollbacks:
                 await asyncio.wait([self._rollbacks[name]])
             return

@@ -194,7 +194,7 @@ def guarded(service: Service, handle: Handling) -> Endpoint:
         finally:
             if noted:
                 request_id = request.headers.get("x-request-id", "")[:128] or new_request_id()
-                role = who.role if who.name else "none"
+                role = who.role if who.levels or who.role == "operator" else "none"
                 await service.authentication.audit.write(who.name, role, result=result, request_id=request_id, **noted)
         return fields if isinstance(fields, Response) else Response(orjson.dumps(fields), media_type="application/json")
 

@@ -28,7 +28,7 @@ def level_of(principal: Principal, requested: str) -> str:
     Raises: PermissionDenied.
     """
     own = principal.levels[-1].name if principal.levels else ""
-    level = requested or principal.administers or own
+    level = requested or ("" if principal.role == "operator" else principal.administers or own)
     team = principal.tenant.name if principal.tenant is not None else own
     if not (principal.manages(level) or level in (own, team)):
         raise PermissionDenied(f"this caller may not see the usage of {level:.200}")

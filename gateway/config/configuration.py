@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 from contract.errors import InvalidArgument
 from gateway.config import policy, release, tenants
+from gateway.config.identity import expanded
 from gateway.config.policy import Policy
 from gateway.config.pools import Pools
 from gateway.config.settings import variable
@@ -26,6 +28,7 @@ else:
 
 POLL_S = 0.5  # a release that is rolled back has no new requests within a second
 _ANYBODY = Tenant()
+_Status = tuple[int, int, int]  # of a file: time of the last change, size, inode
 _LOG = logging.getLogger(__name__)
 
 
@@ -36,7 +39,6 @@ class Reading:
     keys: KeyTable
     policy: Policy
     pools: Pools
-    files: tuple[Path, ...] = ()  # with secrets of it
 
     @cached_property
     def keyed(self) -> bool:
@@ -67,8 +69,9 @@ def reading(
     keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
     if default_team and not keys.has_team(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
+    others = bool(rules.identity.issuers) or bool(environ.get(variable("key_store")))
     for field, name in rules.tenants_named:
-        if not default_team and not keys.may_have(name):
+        if not default_team and not keys.may_have(name, others):
             raise InvalidArgument(f"{path}: {field}", f"must be organisations, teams or keys of the file, got {name!r}")
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
@@ -81,8 +84,7 @@ def reading(
     free = [name for name, model in rules.models.items() if model.price is None and not model.router]
     if any(quota.money for level in keys.quotas.values() for quota in level.quotas) and (free or not rules.models):
         _LOG.warning("%s: money is limited, and %s have no price", path, ", ".join(free) or "all models")
-    files = [*policy.secret_files(found), *map(Path, filter(None, [environ.get(tenants.API_KEYS_FILE)]))]
-    return Reading(keys, rules, there, tuple(files))
+    return Reading(keys, rules, there)
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def table(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise InvalidArgument(str(path), f"cannot be read: {exc.strerror or exc}") from exc
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # of integers with thousands of digits, and thousands of brackets, too
         raise InvalidArgument(str(path), f"cannot be read as TOML: {exc}") from exc
 
 
@@ -106,11 +108,10 @@ class Configuration:
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
         self._path, self._environ, self._pools = path, environ, pools
-        self._watched: tuple[Path, ...] = (path,) if path is not None else ()
-        self._seen = self._signature()
-        self._reading = read(path, environ, pools)
-        self._watched += self._reading.files
-        self._seen += self._signature()[len(self._seen) :]
+        self._seen: dict[Path, _Status | None] = {path: _status(path)} if path is not None else {}
+        found = table(path) if path is not None else {}
+        self._watch(found)
+        self._reading = reading(str(path), found, environ, pools)
         self.changed: Callable[[], None] = lambda: None
         self.prepare: Callable[[Policy], None] = lambda policy: None
         self.noted: Callable[[str, list[str]], None] = lambda problem, sections: None
@@ -143,7 +144,12 @@ class Configuration:
     @property
     def has_roles(self) -> bool:
         """Whether a caller can be more than a caller."""
-        return self.stored_keys or bool(self.policy.identity.issuers) or self._reading.keys.has_admins()
+        return self._others or self._reading.keys.has_admins()
+
+    @property
+    def _others(self) -> bool:
+        """Whether callers can have tokens or stored keys."""
+        return self.stored_keys or bool(self.policy.identity.issuers)
 
     def tenant(self, api_key: str) -> Tenant:
         """Return the tenant of the key, "" if none was sent. Raises Unauthenticated."""
@@ -155,11 +161,13 @@ class Configuration:
 
     def pinned_pools(self) -> set[str]:
         """Return the pools that tenants are pinned to."""
-        return self._reading.keys.pools()
+        return self._reading.keys.pools(self._others)
 
     def sampled(self) -> set[str]:
-        """Return the tenants whose prompts and answers may be kept."""
-        return self._reading.keys.sampled()
+        """Return the tenants whose prompts and answers may be kept, as the log names them."""
+        found = self._reading.keys.sampled(self._others)
+        like_default = self._others and self.policy.identity.default_team in found
+        return found | ({"teams that are not in the file"} if like_default else set())
 
     def named(self, tenant: str, key: str) -> Tenant | None:
         """See tenants.Keys."""
@@ -168,42 +176,46 @@ class Configuration:
 
     async def watch(self) -> None:
         """Read the file whenever it or a file with a secret of it changes, until cancelled."""
-        while self._watched:
+        while self._seen:
             await asyncio.sleep(POLL_S)
-            await self.poll()
+            # Whatever goes wrong with one change, later ones must still be seen.
+            [error] = await asyncio.gather(self.poll(), return_exceptions=True)
+            if error is not None:
+                _LOG.error("a change of the configuration was not taken over completely", exc_info=error)
 
     async def poll(self) -> None:
         """Read the file if it changed since the last poll."""
-        if self._signature() != self._seen:
+        if any(_status(path) != seen for path, seen in self._seen.items()):
             await self.reload()
 
     async def reload(self) -> None:
         """Read the file, changed or not. One that cannot be used changes nothing and is logged once."""
-        if not self._watched:
+        if not self._seen:
             return
         async with self._reloading:
-            self._seen = self._signature()
+            self._seen = {path: _status(path) for path in self._seen}
             try:
+                found = await asyncio.to_thread(table, self._path) if self._path is not None else {}
+                self._watch(found)
                 # Thousands of keys take a while to read, and streams must not stand still meanwhile.
-                reading = await asyncio.to_thread(read, self._path, self._environ, self._pools)
-                if not reading.keyed and not self.keyless and not self.stored_keys:
+                new = await asyncio.to_thread(reading, str(self._path), found, self._environ, self._pools)
+                if not new.keyed and not self.keyless and not self.stored_keys:
                     problem = "has no keys and issuers any more; a restart opens the gateway to everybody"
                     raise InvalidArgument(str(self._path), problem)
-                await asyncio.to_thread(self.prepare, reading.policy)
+                await asyncio.to_thread(self.prepare, new.policy)
             except InvalidArgument as exc:
                 if str(exc) != self.problem:
                     _LOG.error("the configuration stays as it was: %s", exc)
                     self.noted(str(exc), [])
                 self.problem = str(exc)
                 return
-            self._take(reading)
+            except Exception as exc:  # not foreseen; operators are told all the same
+                self.problem = f"{type(exc).__name__}: {exc}"
+                raise
+            self._take(new)
 
     def _take(self, reading: Reading) -> None:
         keys, old, self._reading, self.problem = self._reading.keys, self.policy, reading, ""
-        watched = (*filter(None, [self._path]), *reading.files)
-        if watched != self._watched:
-            self._watched = watched
-            self._seen = self._signature()
         changed = [name for name in policy.SECTIONS if getattr(old, name) != getattr(reading.policy, name)]
         self.noted("", changed + (["orgs"] if keys.file != reading.keys.file else []))
         for place, before, after in (
@@ -215,11 +227,18 @@ class Configuration:
         _LOG.info("the configuration was read again")
         self.changed()
 
-    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_status, self._watched))
+    def _watch(self, found: Mapping[str, Any]) -> None:
+        """Watch the file and those with secrets that its table names, also those that are not there yet."""
+        watched = [self._path] if self._path is not None else []
+        keys_file = self._environ.get(tenants.API_KEYS_FILE)
+        for name in (*policy.secret_files(found), *([keys_file] if keys_file else [])):
+            with contextlib.suppress(ValueError):  # a path that no file can have, which the reading refuses
+                watched.append(expanded(name))
+        # As they were before this reading: what changes meanwhile is read once more.
+        self._seen = {path: self._seen[path] if path in self._seen else _status(path) for path in watched}
 
 
-def _status(path: Path) -> tuple[int, int, int] | None:
+def _status(path: Path) -> _Status | None:
     try:
         status = path.stat()
     except OSError:

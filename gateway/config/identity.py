@@ -27,16 +27,29 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with its home folder in place of ~. Raises ValueError for one that no file can have."""
+    if "\0" in str(path):
+        raise ValueError("it has a NUL")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:  # there is no such user
+        raise ValueError(str(exc)) from None
+
+
 def _path(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) else value
+    try:
+        return expanded(value) if isinstance(value, str) else value
+    except ValueError as exc:
+        raise ValueError(f"must be a path that a file can have, got {value!r:.200}: {exc}") from None
 
 
 def _fixed(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+ExpandedPath = Annotated[Path, BeforeValidator(_path)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(_listed), Field(min_length=1, max_length=100)]
-_File = Annotated[Path, BeforeValidator(_path)]
 
 
 class ClaimRule(BaseModel):
@@ -101,8 +114,8 @@ class IssuerRules(BaseModel):
     audience: _Texts
     algorithms: Annotated[tuple[Algorithm, ...], BeforeValidator(_listed), Field(min_length=1)] = ("RS256", "ES256")
     jwks_url: _Url | None = None
-    jwks_file: _File | None = None
-    ca_file: _File | None = None
+    jwks_file: ExpandedPath | None = None
+    ca_file: ExpandedPath | None = None
     org: _Level | None = None
     team: _Level | None = None
     key: _Level = LevelRule(claim="sub")

@@ -26,7 +26,7 @@ from contract.generation import Usage
 from gateway.config.calendar import check_zone
 from gateway.config.context import ContextRules
 from gateway.config.hooks import HookRules
-from gateway.config.identity import IdentityRules
+from gateway.config.identity import ExpandedPath, IdentityRules, expanded
 from gateway.config.release import ReleaseRules
 from gateway.config.samples import SampleRules
 
@@ -54,10 +54,6 @@ def _names(value: Any) -> Any:
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(value) if isinstance(value, list) else value
-
-
-def _path(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str) else value
 
 
 class AdmissionRules(BaseModel):
@@ -288,7 +284,7 @@ class ModelRules(BaseModel):
     adapters: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
     capabilities: Annotated[tuple[Capability, ...] | None, BeforeValidator(_names)] = None
     context_length: _Count | None = None
-    tokenizer: Annotated[Path | None, BeforeValidator(_path)] = None
+    tokenizer: ExpandedPath | None = None
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormat = "auto"
     price: ModelPrice | None = None
@@ -415,18 +411,18 @@ def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
 def secret(field: str, path: str | Path) -> str:
     """Return the secret in a file, without blanks around it. Raises InvalidArgument."""
     try:
-        return Path(path).expanduser().read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
+        return expanded(path).read_text("utf-8").strip()
+    except (OSError, ValueError) as exc:
         raise InvalidArgument(field, f"must be a file that can be read, got {path}: {exc}") from exc
 
 
-def secret_files(table: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the files that texts in a table name."""
+def secret_files(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the paths of files that texts in a table name, as they stand there."""
     for value in table.values():
         if isinstance(value, Mapping):
             yield from secret_files(value)
         elif isinstance(value, str) and value.startswith(FILE):
-            yield Path(value.removeprefix(FILE)).expanduser()
+            yield value.removeprefix(FILE)
 
 
 def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: str = "") -> Any:

@@ -16,6 +16,7 @@ from contract.errors import InvalidArgument
 _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 _Pool = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 Kind = Literal["canary", "blue_green", "shadow"]
+MAX_REASON = 500  # characters
 UNGATED_SHARE = 0.05  # what a release with a gate may serve before the gate has passed
 
 
@@ -73,7 +74,7 @@ class ReleaseRules(BaseModel):
     gate: Annotated[str, Field(max_length=1000)] = ""
     candidate_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     started: datetime | None = None
-    rolled_back: Annotated[str, Field(max_length=500)] = ""
+    rolled_back: Annotated[str, Field(max_length=MAX_REASON)] = ""
     rollback: RollbackRules = RollbackRules()
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from contract.errors import InvalidArgument, NotFound
 from gateway.config import policy, release
-from gateway.config.release import ReleaseRules
+from gateway.config.release import MAX_REASON, ReleaseRules
 
 ACTIONS = ("start", "shift", "rollback", "finish")
 
@@ -69,6 +69,16 @@ def apply(
     return rules[name]
 
 
+def rollback_reason(fields: Mapping[str, Any]) -> str:
+    """Return why a release is rolled back, by the fields of the action. Raises InvalidArgument."""
+    reason = fields.get("reason")
+    if reason is None or reason == "":
+        return "by an operator"
+    if not isinstance(reason, str) or len(reason) > MAX_REASON:
+        raise InvalidArgument("reason", f"must be a text of at most {MAX_REASON} characters, got {reason!r:.50}")
+    return reason
+
+
 def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the release's table after the action."""
     if action not in ACTIONS:
@@ -90,7 +100,8 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
     if not table:
         raise NotFound(f"there is no release {name!r:.100}; start it first")
     if action == "rollback":
-        return table if table.get("rolled_back") else {**table, "rolled_back": fields.get("reason") or "by an operator"}
+        reason = rollback_reason(fields)
+        return table if table.get("rolled_back") else {**table, "rolled_back": reason}
     if action == "finish":
         if table.get("rolled_back") or table.get("weight") != 100 or table.get("kind") == "shadow":
             problem = "must have all requests at its candidate to be finished: shift it to 100 first"

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ImportString, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ImportString,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from contract.redaction import PATTERNS
 
@@ -23,8 +32,25 @@ _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, stri
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Bytes = Annotated[int, Field(ge=64 * 1024, lt=2**48)]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
-_Pattern = re.Pattern[str]
 MAX_WINDOWS = 168
+
+
+def _guarded(allowed: str) -> WrapValidator:
+    """Return what makes a ValueError of all that pydantic lets through from the code that it calls for a value."""
+
+    def check(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validated(value)
+        except ValidationError:
+            raise
+        except (Exception, SystemExit) as exc:
+            raise ValueError(f"must be {allowed}, got {value!r:.200}: {type(exc).__name__}: {exc}") from exc
+
+    return WrapValidator(check)
+
+
+_Pattern = Annotated[re.Pattern[str], _guarded("a regular expression")]
+_Function = Annotated[ImportString[Callable[[str], str]], _guarded("MODULE:FUNCTION of a module that can be imported")]
 
 
 class CheckRules(BaseModel):
@@ -75,7 +101,7 @@ class SampleRules(BaseModel):
     hold_s: Annotated[float, Field(ge=60, le=30 * 86_400)] = 86_400.0
     hold_bytes: _Bytes = 64 * 1024 * 1024
     patterns: Mapping[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,31}$")], _Pattern] = {}
-    redact: ImportString[Callable[[str], str]] | None = None
+    redact: _Function | None = None
     checks: CheckRules | None = None
 
     @model_validator(mode="after")

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from functools import cached_property
 from itertools import product
 from typing import Any, Protocol, get_args
 
@@ -88,13 +88,23 @@ class KeyTable:
         """Return whether a key manages others."""
         return any(tenant.administers for _, tenants in self.salted for _, tenant in tenants.values())
 
-    def pools(self) -> set[str]:
-        """Return the pools that tenants are pinned to."""
-        return {tenant.pool for _, tenants in self.salted for _, tenant in tenants.values() if tenant.pool}
+    def pools(self, others: bool = False) -> set[str]:
+        """Return the pools that tenants are pinned to. others: whether callers can have tokens or stored keys."""
+        return {tenant.pool for tenant in self._tenants(others) if tenant.pool}
 
-    def sampled(self) -> set[str]:
-        """Return the tenants whose prompts and answers may be kept."""
-        return {tenant.name for _, tenants in self.salted for _, tenant in tenants.values() if tenant.samples}
+    def sampled(self, others: bool = False) -> set[str]:
+        """Return the tenants whose prompts and answers may be kept. others: as in ``pools``."""
+        return {tenant.name for tenant in self._tenants(others) if tenant.samples}
+
+    def _tenants(self, others: bool) -> Iterator[Tenant]:
+        """Yield the tenant of each key, and with ``others`` that of each team, whose callers need no key here."""
+        yield from (tenant for _, tenants in self.salted for _, tenant in tenants.values())
+        if others:
+            yield from self._teams
+
+    @cached_property
+    def _teams(self) -> tuple[Tenant, ...]:
+        return tuple(self.file.teams()) if self.file is not None else ()
 
     def _find(self, api_key: str) -> Tenant | None:
         """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
@@ -128,10 +138,10 @@ class KeyTable:
         """Return whether the file has a team, ORG/TEAM."""
         return self.file is not None and self.file.has(*name.split("/"))
 
-    def may_have(self, name: str) -> bool:
+    def may_have(self, name: str, others: bool = False) -> bool:
         """Return whether a request may come from an organisation, team or key of this name; a team's keys may be made
-        while the gateway runs."""
-        if not len(self):
+        while the gateway runs. others: as in ``pools``."""
+        if not len(self) and not others:
             return name == Tenant().name
         levels = {level.name for _, tenants in self.salted for _, one in tenants.values() for level in one.levels}
         in_file = self.file is not None and (name in self.file.orgs or self.file.has(*(name.split("/") * 2)[:2]))
@@ -242,6 +252,12 @@ class _File:
         )
         own = self._class(key_table, where)
         return replace(tenant, request_class=own) if own else tenant
+
+    def teams(self) -> Iterator[Tenant]:
+        """Yield the tenant of each team, without levels."""
+        for org, org_table in self.orgs.items():
+            for team, table in org_table.get("teams", {}).items():
+                yield Tenant(**self._team(table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}")
 
     def has(self, org: str, team: str) -> bool:
         return team in self.orgs.get(org, {}).get("teams", {})
@@ -358,7 +374,7 @@ class _File:
             raise self._wrong(f"{where}.priority", f"must be an integer from 0 to {LOWEST_PRIORITY}, got {priority!r}")
         if not isinstance(samples, bool):
             raise self._wrong(f"{where}.samples", f"must be true or false, got {samples!r}")
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not number or not 0.001 <= weight <= 1000:
             raise self._wrong(f"{where}.weight", f"must be a number from 0.001 to 1000, got {weight!r}")
         own = self._class(table, where)

@@ -139,6 +139,6 @@ def _time(name: str, text: str, zone: str) -> float:
 
 def _integer(given: Mapping[str, str], name: str, default: int, most: int) -> int:
     text = given.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and int(text) <= most):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= most):
         raise InvalidArgument(name, f"must be an integer from 0 to {most}, got {text!r:.80}")
     return int(text)

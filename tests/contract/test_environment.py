@@ -50,6 +50,10 @@ def test_an_override_wins_over_its_variable_and_none_is_no_override():
         ("EXAMPLE_VERBOSE", "maybe", "must be true or false, got 'maybe'"),
         ("EXAMPLE_PAUSE_S", "nan", "must be a number of at least 0, got 'nan'"),
         ("EXAMPLE_WORD", "A", "must be lower-case letters, got another value"),
+        (
+            *("EXAMPLE_FOLDER", "~nosuch/a"),
+            "must be a path, got '~nosuch/a': Could not determine home directory.",
+        ),
     ],
 )
 def test_a_refused_value_names_its_variable_and_what_is_allowed(variable, value, message):

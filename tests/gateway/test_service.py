@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import NotFound, Overloaded, Unauthenticated, Unavailable
+from contract.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated, Unavailable
 from gateway.choices import together
 from gateway.config import pools
 from gateway.config.configuration import Configuration
@@ -109,6 +109,31 @@ async def test_without_keys_one_tenant_may_use_all_slots_and_the_whole_queue(tmp
     async with FakeReplica() as replica, service(replica, tmp_path, rules) as here:
         applied = here.admission.slots("").rules
         assert (applied.tenant_share, applied.short_reserve, applied.max_waiting_per_tenant) == (1.0, 0.0, 7)
+
+
+async def test_a_pool_whose_team_has_tokens_only_serves(tmp_path: Path):
+    rules = '[identity.issuers.corp]\nissuer = "https://corp.example"\naudience = "a"\nteam = { claim = "team" }\n'
+    rules += f'jwks_file = "{tmp_path}/jwks.json"\n[orgs.acme.teams.research]\npool = "own"\n'
+    async with FakeReplica() as replica:
+        own = f'[pools]\nown = {{ weight = 0, replicas = "{replica.url}" }}\n'
+        own += 'public = { weight = 1, replicas = "127.0.0.1:1" }\n'
+        async with service(replica, tmp_path, rules + own) as here:
+            assert sorted(here.serving_pools()) == ["own", "public"]
+            await until(here.ready)
+        async with service(replica, tmp_path, own) as here:
+            assert here.serving_pools() == ["public"] and not here.ready()
+
+
+async def test_a_reason_that_the_file_cannot_hold_rolls_nothing_back(tmp_path: Path):
+    rules = '[pools]\nstable = { replicas = "127.0.0.1:1" }\nnext = { replicas = "127.0.0.1:2" }\n'
+    rules += '[releases.r]\nstable = "stable"\ncandidate = "next"\nweight = 5\n'
+    async with FakeReplica() as replica, service(replica, tmp_path, rules) as here:
+        for reason in ("x" * 501, 5, ["x"]):
+            with pytest.raises(InvalidArgument, match="must be a text of at most 500 characters, got") as refused:
+                await here.change_release("r", "rollback", {"reason": reason})
+            assert refused.value.field == "reason" and not here.releases.current["r"].rolled_back
+        await here.change_release("r", "rollback", {"reason": "x" * 500})
+        assert "x" * 500 in (tmp_path / "gateway.toml").read_text()
 
 
 async def test_kserve_requests_overflow_to_pools_only(tmp_path: Path):

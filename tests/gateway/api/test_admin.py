@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import orjson
 import pytest
 
 from contract.errors import InvalidArgument
 from gateway.config.settings import Settings
+from gateway.identity import audit
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
 
@@ -45,6 +47,17 @@ async def test_a_wrong_token_is_refused(token_file):
                 status, answer = await call(running, method, path, token=token)
                 assert status == 401 and TOKEN not in str(answer)
         assert await call(running, "GET", "replicas") == (200, {"replicas": []})
+
+
+async def test_strangers_at_a_gateway_without_keys_cannot_fill_the_audit_log(token_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "REFUSALS_S", 3600.0)
+    log = tmp_path / "audit.jsonl"
+    async with gateway(admin_token_file=token_file, audit_log=log, replicas="registered") as running:
+        for number in range(audit.REFUSALS + 5):
+            assert (await call(running, "GET", "replicas", token=f"wrong-{number}" if number % 2 else ""))[0] == 401
+        assert (await call(running, "PUT", "replicas/a", {"address": "h:1"}))[0] == 200
+    roles = [orjson.loads(line)["role"] for line in log.read_bytes().splitlines()]
+    assert roles == ["none"] * audit.REFUSALS + ["operator"]
 
 
 @pytest.mark.parametrize("text", ["", "short", "two words of a long enough text", "ä" * 30])
@@ -149,6 +162,7 @@ async def test_releases_are_shown_and_changed_with_the_token_only(tmp_path):
                 ("r", {}, 400, "action: must be one of start, shift, rollback, finish"),
                 ("gone", {"action": "rollback"}, 404, "there is no release 'gone'"),
                 ("r", {"action": "rollback", "to": 5}, 400, "to: is not known: must be one of reason"),
+                ("r", {"action": "rollback", "reason": "x" * 501}, 400, "reason: must be a text of at most 500"),
                 (
                     "new",
                     {"action": "start", "stable": "stable", "candidate": "no"},

@@ -120,6 +120,25 @@ async def test_each_sees_its_own(tmp_path: Path) -> None:
         assert "/v1/usage/requests" in (await running.get("/openapi.json"))[1]
 
 
+async def test_an_operator_with_a_team_sees_everything(tmp_path: Path) -> None:
+    stored = {"key_store": str(tmp_path / "keys.sqlite")}
+    async with (
+        FakeReplica(lambda seen: Script(tokens=WORDS)) as replica,
+        billed(tmp_path, replica, **stored) as running,
+    ):
+        for name in KEYS:
+            assert (await ask(running, name))[0] == 200
+        new = {"name": "acme/research/boss", "role": "operator"}
+        status, _, made = await running.post("/admin/keys", new, authorization=f"Bearer {TOKEN}")
+        assert status == 200, made
+        for query in ("group_by=key", "group_by=key&tenant="):
+            found = await usage(running, query, made["key"])
+            assert found["tenant"] == "" and len(found["data"]) == 3
+        assert [row["key"] for row in (await usage(running, "group_by=key&tenant=other", made["key"]))["data"]] == [
+            "other/team/eve"
+        ]
+
+
 WRONG = [
     ("group_by=week", "group_by: must be some of hour, day, month, org"),
     ("from=yesterday", "from: must be a date such as 2026-11-23"),
@@ -136,6 +155,9 @@ async def test_a_query_that_cannot_be_answered_is_named(tmp_path: Path) -> None:
         for query, message in WRONG:
             status, answer = await usage(running, query)
             assert status == 400 and message in answer
+        for name in ("limit", "after"):
+            status, answer = await usage(running, f"{name}={'9' * 5000}", path="/v1/usage/requests")
+            assert status == 400 and json.loads(answer)["error"]["param"] == name, answer
 
 
 async def test_requests_are_paged(tmp_path: Path) -> None:

@@ -252,6 +252,88 @@ async def test_secrets_in_files_are_read_again_when_they_are_replaced(tmp_path: 
     assert found.policy.overflow["far"].api_key == "two, longer"
 
 
+async def test_a_secret_that_appears_after_the_file_that_names_it_is_taken(tmp_path: Path) -> None:
+    path, upstream = tmp_path / "gateway.toml", tmp_path / "upstream"
+    path.write_text("")
+    found = Configuration(path, {}, POOLS)
+    path.write_text(f'[overflow.far]\nurl = "http://h/v1"\nmodel = "m"\napi_key = "$file:{upstream}"\n')
+    await found.poll()
+    assert "overflow.far.api_key: must be a file that can be read" in found.problem
+    upstream.write_text("hush")
+    await found.poll()
+    assert found.policy.overflow["far"].api_key == "hush" and not found.problem
+
+
+async def test_a_file_of_keys_below_the_home_folder_is_read_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys").write_text(f"acme/research/alice={ALICE}")
+    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": "~/keys"}, {})
+    (tmp_path / "keys").write_text(f"acme/research/bob={BOB}")
+    await found.poll()
+    assert found.tenant(BOB)
+
+
+async def test_an_error_that_was_not_foreseen_ends_no_watching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(configuration, "POLL_S", 0.001)
+    path = tmp_path / "gateway.toml"
+    path.write_text("")
+    found = Configuration(path, {}, POOLS)
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    found.prepare = fail
+    watching = asyncio.create_task(found.watch())
+    path.write_text("[admission]\nmax_running = 3")
+    await until(lambda: found.problem == "ZeroDivisionError: unforeseen")
+    assert found.policy.admission.max_running == 0
+    found.prepare, found.changed = lambda policy: None, fail
+    path.write_text("[admission]\nmax_running = 44")
+    await until(lambda: "was not taken over completely" in caplog.text)
+    found.changed = lambda: None
+    path.write_text("[admission]\nmax_running = 555")
+    await until(lambda: found.policy.admission.max_running == 555)
+    assert not watching.done() and not found.problem
+    watching.cancel()
+
+
+ISSUER = '[identity.issuers.corp]\nissuer = "https://corp.example"\naudience = "a"\nteam = { claim = "team" }\n'
+KEY_STORE = {"TRIDENT_GATEWAY_KEY_STORE": "keys.sqlite"}
+
+
+@pytest.mark.parametrize(("issuer", "environ"), [(ISSUER, {}), ("", KEY_STORE)])
+def test_teams_without_keys_in_the_file_may_have_callers_where_there_are_issuers_or_stored_keys(
+    tmp_path: Path, issuer: str, environ: dict[str, str]
+) -> None:
+    team = '[orgs.acme.teams.research]\nsamples = true\npool = "draft"\n'
+    for name in ("acme", "acme/research", "acme/research/corp:alice"):
+        text = f'{issuer}{team}[tracing]\ncontent = ["{name}"]\n'
+        assert read(tmp_path, text, environ).policy.tracing.content == (name,)
+        with pytest.raises(InvalidArgument, match="tracing.content: must be organisations, teams or keys of the file"):
+            read(tmp_path, text.replace(issuer, ""))
+    for name in ("anonymous", "other", "acme/sales"):
+        with pytest.raises(InvalidArgument, match="tracing.content: must be organisations, teams or keys of the file"):
+            read(tmp_path, f'{issuer}{team}[tracing]\ncontent = ["{name}"]\n', environ)
+    path = tmp_path / "gateway.toml"
+    path.write_text(issuer + team)
+    found = Configuration(path, environ, POOLS)
+    found.stored_keys = bool(environ)
+    assert found.sampled() == {"acme/research"} and found.pinned_pools() == {"draft"}
+    path.write_text(team)
+    alone = Configuration(path, {}, POOLS)
+    assert not alone.sampled() and not alone.pinned_pools()  # nobody can be of the team
+
+
+def test_teams_that_are_as_the_default_team_are_sampled_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(f'{ISSUER}[identity]\ndefault_team = "acme/guests"\n[orgs.acme.teams.guests]\nsamples = true\n')
+    assert Configuration(path, {}, POOLS).sampled() == {"acme/guests", "teams that are not in the file"}
+
+
 async def test_keys_in_a_file_need_no_configuration_file(tmp_path: Path) -> None:
     keys_file = tmp_path / "keys"
     keys_file.write_text(f"acme/research/alice={ALICE}")

@@ -83,6 +83,14 @@ def read(text: str) -> configuration.Reading:
         (SECTION.replace('{ claim = "team" }', "{}"), "team: must be a text, or a table with claim"),
         (SECTION.replace("team = ", "key = "), "must have a rule team"),
         (SECTION + SECTION.replace("corp]", "two]"), "must have different issuers, got https://corp.example twice"),
+        (
+            SECTION + 'jwks_file = "~no-such-user/k"',
+            "jwks_file: must be a path that a file can have, got '~no-such-user/k'",
+        ),
+        (
+            SECTION + 'ca_file = "/k\\u0000"',
+            "ca_file: must be a path that a file can have, got '/k\\x00': it has a NUL",
+        ),
         ("[identity]\nmax_age_s = 0", "identity.max_age_s"),
         ('[identity]\ndefault_team = "acme"', "identity.default_team"),
         ('[identity]\ndefault_team = "acme/none"\n' + SECTION, "must be a team of the file, got 'acme/none'"),

@@ -81,6 +81,17 @@ def test_errors_name_the_file_and_the_field(table: dict[str, Any], field: str):
     assert caught.value.field == f"file.toml: {field}"
 
 
+@pytest.mark.parametrize("path", ["~no-such-user/file", "/run/fi\0le"])
+def test_a_path_that_no_file_can_have_is_refused_by_field(path: str):
+    for table, field in (
+        ({"models": {"m": {"pools": ["p"], "tokenizer": path}}}, "models.m.tokenizer"),
+        ({"overflow": {"a": {"url": "http://x", "model": "m", "api_key": f"$file:{path}"}}}, "overflow.a.api_key"),
+    ):
+        with pytest.raises(InvalidArgument, match="must be a (path|file) that") as caught:
+            read(**table)
+        assert caught.value.field == f"file.toml: {field}"
+
+
 def test_pools_that_rules_name_must_exist():
     rules = read(overflow={"a": {"pool": "p"}}, shadow={"pool": "q", "fraction": 0.1})
     policy.check_pools("file.toml", rules, {"p": "", "q": ""})

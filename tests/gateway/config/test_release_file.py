@@ -116,6 +116,8 @@ def test_the_files_mode_and_a_link_to_it_stay(path: Path, tmp_path: Path):
 WRONG = [
     ("shift", "gone", {"to": 5}, NotFound, "there is no release 'gone'"),
     ("rollback", "gone", {}, NotFound, "there is no release 'gone'"),
+    ("rollback", "r", {"reason": "x" * 501}, InvalidArgument, "^reason: must be a text of at most 500 characters"),
+    ("rollback", "r", {"reason": 5}, InvalidArgument, "^reason: must be a text of at most 500 characters, got 5"),
     ("shift", "r", {}, InvalidArgument, "to: must be a percentage from 0 to 100, got None"),
     ("shift", "r", {"to": 101}, InvalidArgument, "to: must be a percentage from 0 to 100, got 101"),
     ("shift", "r", {"to": True}, InvalidArgument, "to: must be a percentage"),

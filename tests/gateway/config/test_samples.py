@@ -30,6 +30,8 @@ def test_nothing_is_kept_without_a_rule():
         ({"patterns": {"T": "("}}, "samples.patterns.T", "valid regular expression"),
         ({"patterns": {"EMAIL": "x"}}, "samples", "got EMAIL"),
         ({"redact": "no.such:thing"}, "samples.redact", "invalid python path"),
+        ({"patterns": {"T": "a{99999999999999}"}}, "samples.patterns.T", "must be a regular expression, got 'a{9999"),
+        ({"checks": {"refusals": ["(" * 5000 + ")" * 5000]}}, "samples.checks.refusals.0", "must be a regular expr"),
         ({"keep": ["drift"]}, "samples", "keep with drift must have [samples.checks]"),
         ({"sample_characters": 65536, "bytes": 65536}, "samples", "at most an eighth"),
         ({"checks": {"window": 1}}, "samples.checks.window", "must be one of fraction, window_s"),
@@ -40,6 +42,19 @@ def test_what_is_wrong_is_named(section, field, problem):
     with pytest.raises(InvalidArgument) as raised:
         read(section)
     assert raised.value.field == f"g.toml: {field}" and problem in raised.value.problem
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"), [("1 / 0", "ZeroDivisionError: division by zero"), ("raise SystemExit(3)", "SystemExit: 3")]
+)
+def test_a_module_whose_import_fails_is_named(tmp_path, monkeypatch, body, problem):
+    (tmp_path / "broken_redaction.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument) as raised:
+        read({"redact": "broken_redaction:shout"})
+    assert raised.value.field == "g.toml: samples.redact"
+    assert raised.value.problem.startswith("must be MODULE:FUNCTION of a module that can be imported, got 'broken_")
+    assert raised.value.problem.endswith(problem)
 
 
 def test_a_team_opts_in_by_itself():

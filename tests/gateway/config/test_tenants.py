@@ -135,6 +135,11 @@ def test_a_wrong_environment_is_named_without_the_key(environment: str, message:
         ("6000", "true", "orgs.acme.tokens_per_minute: must be an integer from 1, got True"),
         ("tokens_per_minute", "burst_tokens", "acme.burst_tokens: is allowed only together with tokens_per_minute"),
         ("weight = 2", "weight = nan", "orgs.acme.teams.research.weight: must be a number from 0.001 to 1000, got nan"),
+        (
+            "weight = 2",
+            f"weight = 1{'0' * 400}",
+            "teams.research.weight: must be a number from 0.001 to 1000, got 1000",
+        ),
         ("weight = 2", 'wieght = "2"', "orgs.acme.teams.research.wieght: is not known"),
         ("priority = 0", "priority = 10", "research.priority: must be an integer from 0 to 9, got 10"),
         ('["demo"]', '"demo"', "orgs.acme.teams.research.models: must be a list of model names, got 'demo'"),
@@ -145,6 +150,8 @@ def test_a_wrong_environment_is_named_without_the_key(environment: str, message:
         ("[orgs.acme]", '[orgs."a c"]\n[orgs.acme]', "orgs.a c: allowed in a name are letters"),
         ("[orgs.acme]", "[orgs]\nb = 1\n[orgs.acme]", "orgs.b: is not a table"),
         ("salt =", "salt", "cannot be read as TOML"),
+        ("6000", "6" * 5000, "cannot be read as TOML"),
+        ("6000", "[" * 20_000, "cannot be read as TOML"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, message: str) -> None:

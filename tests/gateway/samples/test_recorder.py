@@ -65,6 +65,14 @@ async def test_only_tenants_that_opted_in_are_kept_redacted_and_only_where_the_c
             assert SampleStore(tmp_path / "samples", None).tenants() == ["acme/in"]
 
 
+async def test_the_log_names_a_team_whose_callers_have_tokens(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    text = '[identity.issuers.corp]\nissuer = "https://corp.example"\naudience = "a"\nteam = { claim = "team" }\n'
+    text += f'jwks_file = "{tmp_path}/jwks.json"\n[orgs.acme.teams.in]\nsamples = true\n[samples]\nfraction = 1.0\n'
+    async with gateway(config=text, samples=tmp_path / "samples"):
+        assert "prompts and answers of acme/in are kept in" in caplog.text
+
+
 @pytest.mark.slow
 async def test_each_rule_keeps_what_it_names_and_nothing_else(tmp_path):
     rules = 'keep = ["failure", "refused", "length", "refusal", "empty", "schema", "loop"]\nduration_s = 0.2'

@@ -80,6 +80,13 @@ def test_what_is_no_time_is_named(path: Path, wrong: str) -> None:
         sums(path, to=wrong)
 
 
+@pytest.mark.parametrize("wrong", ["", "-1", "1.5", "x", "9" * 19, "9" * 5000])
+def test_what_is_no_number_of_a_record_is_named(path: Path, wrong: str) -> None:
+    for name in ("limit", "after"):
+        with pytest.raises(InvalidArgument, match=f"{name}: must be an integer from 0 to"):
+            report.requests([path], {name: wrong}, "", BERLIN)
+
+
 def test_by_default_a_report_is_of_the_month_so_far(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.time, "time", lambda: at("2026-11-23T10:07"))
     more = report.sums([path], {}, "acme", BERLIN).more
