@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show_status(as_json: bool) -> int:
-    statuses = status.read_all(Settings.from_environment(os.environ).state_dir)
+    variable = Settings.variable("state_dir")
+    statuses = status.read_all(Settings.from_environment({variable: os.environ.get(variable, "")}).state_dir)
     if as_json:
         print(json.dumps([asdict(each) for each in statuses], indent=2))
     else:

@@ -23,6 +23,28 @@ from server.memory_footprint import memory_footprint, parallelism
 GIB = 1024**3
 CPU_PACKAGES = {"openvino": "openvino", "openvino_genai": "openvino-genai"}  # by key in the manifest
 RESERVE_BYTES = 256 * 1024**2  # the server's processes beside weights and KV pool
+CGROUP = Path("/sys/fs/cgroup")  # in a container its own
+# The limit, the use, and the start of the names in memory.stat: cgroup v2, v1.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+)
+
+
+def free_memory_bytes() -> int:
+    """Return the memory available without swapping, on this machine and within a container's limit."""
+    free = psutil.virtual_memory().available
+    for limit, used, start in CGROUP_FILES:
+        try:
+            within = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            lines = (CGROUP / limit).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # another version of cgroups, or no limit
+            continue
+        # Files that were read count as used until something else needs the memory.
+        cached = {f"{start}inactive_file", f"{start}active_file"}
+        within += sum(int(size) for name, size in map(str.split, lines) if name in cached)
+        free = min(free, within)
+    return free
 
 
 def check(
@@ -31,7 +53,7 @@ def check(
     *,
     inspect: Callable[[], Machine] = machines.inspect,
     package: Callable[[str], str | None] = machines.package,
-    available_bytes: Callable[[], int] = lambda: psutil.virtual_memory().available,
+    available_bytes: Callable[[], int] = free_memory_bytes,
 ) -> None:
     """Check the tokenizer's digest, and the machine's hardware, versions and free memory.
 

@@ -16,6 +16,8 @@ from server.settings import PORT_FIELDS, Settings
 
 ENCODERS = "TRIDENT_GATEWAY_ENCODERS"
 PORTS_APART = 10  # between the ports of one server and the next
+SERVER = (sys.executable, "-m", "server")
+STOP_S = 10.0  # of one server beyond its drain and its command: its withdrawal, errors to streams, its exit
 
 
 def settings_of(engines: Sequence[str], first: Settings, free_ports: bool) -> list[Settings]:
@@ -40,8 +42,17 @@ def command_of(servers: Sequence[Settings], command: Sequence[str]) -> list[str]
     for server in reversed(servers[1:]):
         own = [word for name in PORT_FIELDS for word in (f"--{name.replace('_', '-')}", str(getattr(server, name)))]
         behind = ["--", *command] if command else []
-        command = [sys.executable, "-m", "server", "--engine", server.engine, "--host", server.host, *own, *behind]
+        command = [*SERVER, "--engine", server.engine, "--host", server.host, *own, *behind]
     return list(command)
+
+
+def drain_s_of(command: Sequence[str], drain_s: float) -> float:
+    """Return for how many seconds ``command`` may drain: it and each server in it drain one after the other.
+
+    drain_s: of each.
+    """
+    servers = sum(words == SERVER for words in zip(command, command[1:], command[2:], strict=False))
+    return drain_s + servers * (drain_s + STOP_S)
 
 
 def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:

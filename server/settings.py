@@ -54,7 +54,11 @@ class Settings(EnvironmentSettings):
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
         Allowed("a folder name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
-    ] = Field(default="demo", description="engine to serve: a folder under TRIDENT_ENGINES_DIR")
+    ] = Field(
+        default="demo",
+        description="engine to serve: a folder under TRIDENT_ENGINES_DIR; `python -m server` takes several, "
+        "joined by commas, and serves each on ports of its own",
+    )
     host: Annotated[str, AfterValidator(_ipv4), Allowed("an IPv4 address such as 127.0.0.1")] = Field(
         default="127.0.0.1", description="address that the three ports listen on"
     )

@@ -56,7 +56,7 @@ def region_bytes(stubs: int, free_bytes: int) -> int:
     raise Unavailable(
         f"{FOLDER} has {free_bytes // MIB} MiB free, and Triton's {stubs} Python processes need {need} MiB of it "
         f"({stubs * MAX_BYTES // MIB * 8 // 7} MiB for ten thousand streams); in a container start it with "
-        "--shm-size=256m"
+        "--shm-size=256m for each engine"
     )
 
 

@@ -26,6 +26,7 @@ from server import (
     process,
     progress,
     recovery,
+    server_chain,
     shared_memory,
     status,
     triton_command,
@@ -78,7 +79,7 @@ class Supervisor:
 
         command: started once the server is ready.
 
-        Returns ``command``'s exit code, 0 after a signal, 130 after a second one, 1 if the server keeps failing.
+        Returns ``command``'s exit code, 0 after a signal, 130 after the same one again, 1 if the server keeps failing.
         Raises TridentError: the server cannot be started: no engine, no installation, no port.
         """
         with self._prepare():
@@ -149,12 +150,13 @@ class Supervisor:
     def _handle_signals(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        received: list[int] = []
+        received: set[signal.Signals] = set()
 
         def on_signal(signal_number: signal.Signals) -> None:
-            if received:
+            # Ctrl-C reaches a parent server too, which then sends SIGTERM: only the same signal twice means hurry.
+            if signal_number in received:
                 task.cancel()
-            received.append(signal_number)
+            received.add(signal_number)
             self._post(recovery.StopRequested(STOP_SIGNALS[signal_number]))
 
         for signal_number in STOP_SIGNALS:
@@ -255,7 +257,7 @@ class Supervisor:
         if self._instance is None or not self._instance.is_serving:
             return code
         drain_s = self._settings.drain_s
-        async with progress.show(f"draining for up to {drain_s:g} s; a second signal stops at once", self._err):
+        async with progress.show(f"draining for up to {drain_s:g} s; the same signal again stops at once", self._err):
             result = await self._drain(self._instance, drain_s, "the server is shutting down")
             await self._instance.stop(terminate=result is not DrainResult.CUT_OFF)
         self._print(f"stopped; {result.value}")
@@ -288,7 +290,8 @@ class Supervisor:
         }
         variables |= {name: value for name, value in for_gateway.items() if name not in os.environ}
         on_exit = partial(self._post, recovery.StopRequested("child command exited"))
-        self._child = ChildCommand(command, variables, on_exit, self._settings.drain_s)
+        drain_s = server_chain.drain_s_of(command, self._settings.drain_s)
+        self._child = ChildCommand(command, variables, on_exit, drain_s)
 
     def _post(self, event: recovery.Event | BaseException, generation: int = ANY_INSTANCE) -> None:
         self._events.put_nowait((generation, event))

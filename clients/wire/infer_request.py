@@ -105,7 +105,8 @@ def infer_request(
             once = len(values) > 1 or datatype not in _WHOLE
             raw.append(chunk(7, _raw(datatype, values)) if once else _number(datatype, values[0]))
         except UnicodeEncodeError as exc:
-            raise InvalidArgument(name, f"lone surrogate at index {exc.start}; must be encodable as UTF-8") from exc
+            problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
+            raise InvalidArgument(name, problem) from exc
     return b"".join(head + raw)
 
 

@@ -29,6 +29,12 @@ _JSON: dict[str, tuple[Any, str]] = {
     "chat_template_kwargs": (Mapping, "a dict"),
 }
 _SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs", "prompt_log_probs"})
+# Arguments by the names that a valid request's checks have for them.
+_NAMES = {
+    "text_input": "prompt",
+    "guided_decoding_guide_type": "guide.kind",
+    "guided_decoding_guide": "guide.text",
+}
 
 
 def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> GenerationRequest:
@@ -42,8 +48,8 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
             near = difflib.get_close_matches(name, _ARGUMENTS, 1)
             hint = f"; did you mean {near[0]}" if near else ""
             raise InvalidArgument(name, f"no such argument{hint}; allowed are {', '.join(_ARGUMENTS)}")
-    if not isinstance(prompt, str | None):
-        raise InvalidArgument("text_input", f"must be text, got {prompt!r}")
+    if prompt is not None:
+        _text("prompt", prompt)
     for name in _SWITCHES & arguments.keys():
         if not isinstance(arguments[name], bool):
             raise InvalidArgument(name, f"must be True or False, got {arguments[name]!r}")
@@ -58,13 +64,16 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()
     if fields.get("messages") is not None:
         fields["messages"] = _chat(fields["messages"])
-    if not isinstance(fields.get("adapter", ""), str):
-        raise InvalidArgument("adapter", f"must be text, got {fields['adapter']!r}")
+    _text("adapter", fields.get("adapter", ""))
     for name in _JSON:
         fields[name] = _json(name, fields.get(name))
+    names = _NAMES if fields["json_schema"] is None else {**_NAMES, "guided_decoding_guide": "json_schema"}
     fields["guide"] = _guide(fields.pop("json_schema"), fields.get("guide"))
     sampling = SamplingParams(**{name: value for name, value in arguments.items() if name in _SAMPLING})
-    return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
+    try:
+        return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
+    except InvalidArgument as exc:
+        raise InvalidArgument(names.get(exc.field, exc.field), exc.problem) from exc
 
 
 def can_travel(request_id: str) -> bool:
@@ -92,6 +101,17 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(name, f"must be text, got {value!r:.100}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as exc:
+        problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
+        raise InvalidArgument(name, problem) from exc
+    return value
+
+
 def _tuple(name: str, values: Iterable[Any], allowed: str = "a list") -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
         raise InvalidArgument(name, f"must be {allowed}, got {values!r}")
@@ -102,7 +122,7 @@ def _texts(name: str, values: Iterable[Any], allowed: str = "a list") -> tuple[s
     texts = _tuple(name, values, allowed)
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidArgument(name, f"must hold strings of at least one character, got {texts!r}")
-    return texts
+    return tuple(_text(name, text) for text in texts)
 
 
 def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
@@ -119,13 +139,15 @@ def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:
     if not chat or not all(isinstance(one, Mapping) and "role" in one and _CONTENT & one.keys() for one in chat):
         raise InvalidArgument("messages", "allowed is a non-empty list of {'role': …, 'content': …}, oldest first")
     chat = tuple(dict(message) for message in chat)
-    _dumped("messages", chat, "a list that JSON can hold")
+    _text("messages", _dumped("messages", chat, "a list that JSON can hold", ensure_ascii=False))
     return chat
 
 
 def _guide(json_schema: str | None, guide: Guide | None) -> Guide | None:
     if not isinstance(guide, Guide | None):
         raise InvalidArgument("guide", f"must be a Guide, got {guide!r}")
+    if guide is not None:
+        _text("guide.text", guide.text)
     if json_schema is None:
         return guide
     if guide is not None:
@@ -135,8 +157,10 @@ def _guide(json_schema: str | None, guide: Guide | None) -> Guide | None:
 
 def _json(name: str, value: Any) -> str | None:
     """Return an argument as JSON text; text is taken as it is."""
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _text(name, value)
     kinds, what = _JSON[name]
     allowed = f"{what} that JSON can hold, or its text"
     if not isinstance(value, kinds):
@@ -144,8 +168,8 @@ def _json(name: str, value: Any) -> str | None:
     return _dumped(name, value if isinstance(value, Mapping | bool) else list(value), allowed)
 
 
-def _dumped(name: str, value: Any, allowed: str) -> str:
+def _dumped(name: str, value: Any, allowed: str, ensure_ascii: bool = True) -> str:
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=ensure_ascii)
     except (TypeError, ValueError) as exc:
         raise InvalidArgument(name, f"must be {allowed}, got {value!r:.200}: {exc}") from exc

@@ -20,7 +20,7 @@ from contract.errors import (
     Overloaded,
     Unavailable,
 )
-from contract.generation import FinishReason
+from contract.generation import FinishReason, GenerationRequest
 from tests.fakes.replica import FakeReplica, Script
 
 ABC = ("a", "b", "c")
@@ -267,8 +267,10 @@ def test_a_server_that_is_not_there_is_named(unused_tcp_port) -> None:
 
 def test_text_that_utf8_cannot_hold_is_refused_by_name(threaded_replica) -> None:
     with Client(threaded_replica.url) as client:
-        stream = client.generate("x\ud800")
-        with pytest.raises(InvalidArgument, match="text_input: lone surrogate at index 1"):
+        with pytest.raises(InvalidArgument, match="prompt: must be .* UTF-8, got a lone surrogate at index 1"):
+            client.generate("x\ud800")
+        stream = client.open(GenerationRequest("x\ud800"))
+        with pytest.raises(InvalidArgument, match="text_input: must be .* UTF-8, got a lone surrogate at index 1"):
             stream.complete()
         with pytest.raises(StopIteration):
             next(stream)

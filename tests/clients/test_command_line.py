@@ -82,7 +82,7 @@ def test_a_pipe_that_is_not_text_is_refused(threaded_replica) -> None:
         (">&-", "x", 0, ""),
         (">/dev/full", "x", 9, "error: standard input or output: No space left on device"),
         (">/dev/full", "health", 9, "error: standard input or output: No space left on device"),
-        ("<&-", "", 2, "text_input: must have at least one character"),
+        ("<&-", "", 2, "prompt: must have at least one character"),
         ("<&-", "chat", 0, ""),
     ],
 )

@@ -47,6 +47,12 @@ def test_status_without_a_server_exits_with_code_1(monkeypatch, capsys, tmp_path
     assert main(["status"]) == 1 and capsys.readouterr().out == "no server found\n"
 
 
+def test_status_needs_only_the_state_folder(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TRIDENT_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRIDENT_ENGINE", "demo,demo-int8")
+    assert main(["status"]) == 1 and capsys.readouterr().out == "no server found\n"
+
+
 def test_an_unknown_verb_is_refused():
     with pytest.raises(SystemExit) as refusal:
         main(["restart"])

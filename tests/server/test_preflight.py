@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,34 @@ def test_a_pool_that_does_not_fit_is_named_with_its_size(folder):
     # 2 x 8 layers x 2 KV heads x 64 x 2 bytes = 4 KiB a token
     message = problem(check_cpu, folder, manifest(folder, kv_cache_tokens=4 * 1024**2), None, 8 * GIB)
     assert "4194304 tokens of KV cache take 16.3 GiB, and 8.0 GiB of memory are free" in message
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "start"),
+    [
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_containers_limit_counts_less_what_it_uses_beside_cached_files(
+    folder, tmp_path, monkeypatch, limit, used, start
+):
+    free, group = SimpleNamespace(available=64 * GIB), tmp_path / "cgroup"
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(preflight, "CGROUP", group)
+    assert preflight.free_memory_bytes() == 64 * GIB  # no container
+    (group / "memory").mkdir(parents=True)
+    (group / used).write_text(f"{6 * GIB}\n")
+    cached = f"anon {4 * GIB}\n{start}inactive_file {GIB}\n{start}active_file {GIB}\n"
+    (group / limit).with_name("memory.stat").write_text(cached)
+    (group / limit).write_text("max\n")
+    assert preflight.free_memory_bytes() == 64 * GIB
+    (group / limit).write_text(f"{8 * GIB}\n")
+    with pytest.raises(Unavailable, match=r"take 5\.0 GiB, and 4\.0 GiB of memory are free"):
+        preflight.check(manifest(folder, memory_bytes=5 * GIB, versions={}), folder)
+    free.available = GIB
+    assert preflight.free_memory_bytes() == GIB
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ def test_each_server_is_the_command_of_the_one_before_and_the_command_that_of_th
     assert server_chain.command_of(servers, [])[-1] == "8022"  # nothing runs beside the last
 
 
+def test_a_command_may_drain_for_as_long_as_all_that_it_starts_one_after_the_other():
+    assert server_chain.drain_s_of(["gateway"], 20.0) == 20.0
+    servers = server_chain.settings_of(["a", "b", "c"], first(), free_ports=False)
+    stop_s = server_chain.STOP_S
+    assert server_chain.drain_s_of(server_chain.command_of(servers, ["gateway"]), 20.0) == 20.0 + 2 * (20.0 + stop_s)
+    assert server_chain.drain_s_of(server_chain.command_of(servers[1:], []), 5.0) == 5.0 + 5.0 + stop_s
+
+
 def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine():
     servers = server_chain.settings_of(["a", "b"], first(host="0.0.0.0"), free_ports=False)
     assert server_chain.gateway_environment(servers) == {

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -263,6 +264,46 @@ def test_a_second_signal_stops_at_once(serve, open_stream):
         assert replica.process.wait(60) == 130
     assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE"
     assert gone(everything) and files_of(replica) == []
+
+
+IGNORES_SIGNALS = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.environ["TRIDENT_GATEWAY_REPLICAS"], flush=True)
+time.sleep(600)
+"""
+
+
+def test_ctrl_c_drains_every_server_of_a_chain_although_what_runs_beside_them_does_not_end(
+    engines, open_stream, tmp_path
+):
+    for name in ("first", "second"):
+        shutil.copytree(engines / "demo", tmp_path / name)
+    settings = {"MODEL_REPOSITORY": REPOSITORY, "ENGINES_DIR": tmp_path, "STATE_DIR": tmp_path / "state", "DRAIN_S": 1}
+    chain = [sys.executable, "-m", "server", "--engine", "first,second", "--free-ports"]
+    process = subprocess.Popen(
+        [*chain, "--", sys.executable, "-c", IGNORES_SIGNALS],
+        cwd=ROOT,
+        env=os.environ | {f"TRIDENT_{name}": str(value) for name, value in settings.items()},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        urls = [one.partition("=")[2] for one in process.stdout.readline().split(";")]
+        streams = [open_stream(SimpleNamespace(grpc_url=url), max_tokens=100_000) for url in urls]
+        assert len(streams) == 2 and all(stream.started.wait(60) for stream in streams)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert all(stream.ended.wait(60) for stream in streams)
+    assert {(stream.finish_reason, stream.error_message) for stream in streams} == {
+        ("error", "Unavailable: the server is shutting down")
+    }
 
 
 def test_a_killed_reaper_is_a_restart_and_no_process_survives_a_killed_supervisor(replica, open_stream):

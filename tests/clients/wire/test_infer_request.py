@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from clients.wire import infer_request
 from contract import tensors
+from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -124,6 +125,11 @@ def test_ids_travel_in_place_of_a_text() -> None:
     assert (values["continue_ids"], values["bad_words"]) == ([7, 8], ["x"])
     assert [list(tensor.shape) for tensor in request.inputs if tensor.name == "input_ids"] == [[1, 2]]
     assert not {"text_input", "messages"} & values.keys()
+
+
+def test_text_that_utf8_cannot_hold_is_refused_by_the_tensors_name() -> None:
+    with pytest.raises(InvalidArgument, match="stop_words: must be .* UTF-8, got a lone surrogate at index 1"):
+        infer_request.generation(GenerationRequest("x", stop=("a", "b\ud800")), "ensemble")
 
 
 def test_a_stop_request_is_the_one_that_tensorrt_llm_knows() -> None:

@@ -51,8 +51,8 @@ def test_true_is_a_schema() -> None:
         ({"prompt": "x", "timeout_s": 0}, "timeout_s: must be a finite number"),
         ({"prompt": "x", "request_id": "é"}, "request_id: must be at most 256 printable ASCII characters, got 'é'"),
         ({"prompt": "x", "request_id": "a\nb"}, "request_id: must .*got"),
-        ({"prompt": ""}, "text_input: must have at least one character"),
-        ({}, "text_input: must be set if neither messages nor input_ids is"),
+        ({"prompt": ""}, "prompt: must have at least one character"),
+        ({}, "prompt: must be set if neither messages nor input_ids is"),
         (
             {"prompt": "x", "messages": [{"role": "user", "content": "y"}]},
             "must be set if neither messages nor input_ids",
@@ -72,8 +72,8 @@ def test_true_is_a_schema() -> None:
         ({"messages": [{"content": "y"}]}, "messages: allowed is a non-empty list"),
         ({"messages": ["hi"]}, "messages: allowed is a non-empty list"),
         ({"messages": "hi"}, "messages: must be a list, got 'hi'"),
-        ({"prompt": b"x"}, "text_input: must be text, got b'x'"),
-        ({"prompt": 5}, "text_input: must be text, got 5"),
+        ({"prompt": b"x"}, "prompt: must be text, got b'x'"),
+        ({"prompt": 5}, "prompt: must be text, got 5"),
         ({"prompt": "x", "truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens: must be .*, got 2147483648"),
         ({"prompt": "x", "stop": 5}, "stop: must be a string or a list of strings, got 5"),
         ({"prompt": "x", "stop": None}, "stop: must be a string or a list of strings, got None"),
@@ -82,7 +82,7 @@ def test_true_is_a_schema() -> None:
         ({"messages": [{"role": "user", "content": {1}}]}, "messages: must be a list that JSON can hold, got"),
         ({"prompt": "x", "guide": "x"}, "guide: must be a Guide, got 'x'"),
         ({"prompt": "x", "guide": {}, "json_schema": {}}, "guide: must be a Guide, got {}"),
-        ({"prompt": "x", "guide": Guide("regex", 5)}, "guided_decoding_guide: must be text, got 5"),
+        ({"prompt": "x", "guide": Guide("regex", 5)}, "guide.text: must be text, got 5"),
         ({"prompt": "x", "max_tokens": np.bool_(True)}, "max_tokens: must be an integer"),
         ({"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids: must hold integers from 0 to 2147483647, got"),
         ({"prompt": "x", "stop_token_ids": [2**31]}, "stop_token_ids: must .*got"),
@@ -101,13 +101,35 @@ def test_true_is_a_schema() -> None:
         ({"prompt": "x", "tools": []}, "tools: must be left out without messages"),
         ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs: must be left out without messages"),
         ({"prompt": "x", "json_schema": {}, "guide": Guide("regex", "a")}, "guide: must be left out with json_schema"),
-        ({"prompt": "x", "guide": Guide("regex")}, "guided_decoding_guide: must be sent with the type regex"),
-        ({"prompt": "x", "guide": Guide("yaml", "a")}, "guided_decoding_guide_type: must be one of json, json_schema"),
+        ({"prompt": "x", "guide": Guide("regex")}, "guide.text: must be sent with the type regex"),
+        ({"prompt": "x", "guide": Guide("yaml", "a")}, "guide.kind: must be one of json, json_schema"),
+        ({"prompt": "x", "json_schema": "{" * 2**18}, "json_schema: must have at most 131072 bytes, got 262144"),
     ],
 )
 def test_a_bad_argument_is_named_with_what_is_allowed(arguments: dict, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         request.build(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt", "a\ud800"),
+        ("messages", [{"role": "user", "content": "a\ud800"}]),
+        ("tools", "a\ud800"),
+        ("chat_template_kwargs", "a\ud800"),
+        ("adapter", "a\ud800"),
+        ("stop", "a\ud800"),
+        ("bad_words", ["b", "a\ud800"]),
+        ("json_schema", "a\ud800"),
+        ("guide.text", Guide("regex", "a\ud800")),
+    ],
+)
+def test_text_that_utf8_cannot_hold_is_refused_by_the_arguments_name(name: str, value: object) -> None:
+    prompt = {} if name in ("prompt", "messages") else {"prompt": "x"}
+    with pytest.raises(InvalidArgument, match="must be encodable as UTF-8, got a lone surrogate at index") as refusal:
+        request.build(**prompt, **{name.removesuffix(".text"): value})
+    assert refusal.value.field == name
 
 
 def test_tools_and_template_variables_travel_as_json() -> None:
