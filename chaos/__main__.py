@@ -52,9 +52,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """Raise InvalidArgument for what would run nothing, as nothing run would be told as nothing violated."""
-    for field, least, most in (("count", 1, 1000), ("duration", 1, 600), ("limit_s", 1, 86_400), ("shrink", 0, 100)):
+    shortest_s = scenario.SHORTEST_S
+    ranges = ("count", 1, 1000), ("duration", shortest_s, 600), ("limit_s", 1, 86_400), ("shrink", 0, 100)
+    for field, least, most in ranges:
         if not least <= (value := getattr(given, field)) <= most:
-            raise InvalidArgument(f"--{field.replace('_', '-')}", f"must be from {least} to {most}, got {value:g}")
+            raise InvalidArgument(f"--{field.replace('_', '-')}", f"must be from {least:g} to {most}, got {value:g}")
     defects = importlib.import_module("tests.chaos.planted").DEFECTS if given.plant else ()
     for field, allowed in (("plant", defects), ("expect", invariants.NAMES)):
         for name in filter(None, getattr(given, field).split(",")):
@@ -148,12 +150,16 @@ async def _once(script: Scenario, given: argparse.Namespace) -> list[Violation]:
 def _print(record: Record, wall_s: float) -> None:
     ends = Counter(one.error or "whole" for one in record.outcomes)
     counted = ", ".join(f"{count} {name}" for name, count in ends.most_common())
-    fired = ", ".join(sorted(record.alerts)) or "none" if record.alerts is not None else "not tested"
+    fired = "not tested"
+    if record.alerts is not None:
+        fired = ", ".join(sorted({name.partition(" ")[0] for name in record.alerts})) or "none"
     budget = f"; charged {record.budgets[0]:.0f}, held {record.budgets[1]:.0f}" if record.budgets else ""
     settled = f"{record.settled_s - record.load_ended_s:.1f} s after the load" if record.settled_s else "never"
     print(
         f"  {len(record.outcomes)} requests: {counted}{budget}; alerts: {fired}; whole again {settled}; {wall_s:.0f} s"
     )
+    if record.missed:
+        print(f"  could not be done: {'; '.join(str(this.fault) for this in record.missed)}")
 
 
 if __name__ == "__main__":

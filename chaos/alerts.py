@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -14,6 +16,7 @@ RULES = Path(__file__).parents[1] / "monitoring" / "prometheus"
 FILES = ("saturation.rules.yml", "scaling.rules.yml")
 COMPRESSION = 30
 INTERVAL = "250ms"
+STEP_S = 0.25  # between two values of a range query
 _DURATION = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])")
 _MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
@@ -56,10 +59,18 @@ def write(folder: Path, targets: Mapping[str, list[str]]) -> Path:
     return config
 
 
-def firing(answer: Mapping) -> dict[str, list[tuple[float, float]]]:
-    """Read a range query of ALERTS: the times, in Unix seconds, between which each alert fired."""
+def spans(answer: Mapping, names: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
+    """Read a range query: the times, in Unix seconds, between which each series was there without a pause.
+
+    names: of processes by HOST:PORT. Series are called ``ALERT PROCESS REPLICA``, as far as they have these labels.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     for series in answer["data"]["result"]:
-        times = [float(at) for at, _ in series["values"]]
-        found.setdefault(series["metric"]["alertname"], []).append((times[0], times[-1]))
+        metric, times = series["metric"], [float(at) for at, _ in series["values"]]
+        instance = metric.get("instance", "")
+        words = metric.get("alertname", ""), names.get(instance, instance), metric.get("replica", "")
+        there = found.setdefault(" ".join(filter(None, words)), [])
+        starts = [now for before, now in pairwise([-math.inf, *times]) if now - before > 1.5 * STEP_S]
+        ends = [now for now, after in pairwise([*times, math.inf]) if after - now > 1.5 * STEP_S]
+        there += zip(starts, ends, strict=True)
     return found

@@ -32,6 +32,7 @@ KEYS = {tenant: f"tri-chaos-{tenant}-0123456789abcdef" for tenant in TENANTS}
 BUDGET_TOKENS, CAPPED_REQUESTS, MAX_IN_FLIGHT = 10_000_000, 40, 2
 LEAST_REPLICAS = 2
 RESTART_S = 3.0  # until a process that ended is started again: longer than the alerts' compressed `for`
+ENVOY_S = 5.0  # the longest that Envoy may take to start and to be told of a fault
 _HOST = "127.0.0.1"
 
 
@@ -282,8 +283,8 @@ class Fleet:
     def pids(self, target: str, process: str) -> list[int]:
         """Return the processes that a signal is for; none where it does not run now."""
         with contextlib.suppress(psutil.Error, TridentError, OSError, IndexError):
-            if target in self.replicas:
-                return list(self._pids_of_replica(self.replicas[target], process))
+            if target in self.replicas:  # 0: the supervisor starts it just now
+                return [pid for pid in self._pids_of_replica(self.replicas[target], process) if pid]
             own = psutil.Process(self.processes[target].pid)
             return [child.pid for child in own.children()][:1] if process == "worker" else [own.pid]
         return []
@@ -303,18 +304,28 @@ class Fleet:
         file = self._point(target, point)
         file.touch() if on else file.unlink(missing_ok=True)
 
-    async def set_envoy(self, kind: str, target: str, percent: int) -> None:
+    async def set_envoy(self, kind: str, target: str, percent: int) -> bool:
+        """Return whether Envoy has taken it, which it cannot until it has started again."""
         url = f"{self._admins[target]}/runtime_modify?{kind}={percent}"
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # it is just started again, without any fault
-            async with aiohttp.ClientSession() as session, session.post(url):
-                pass
+        deadline_s = time.monotonic() + ENVOY_S
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+            while time.monotonic() < deadline_s:
+                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                    async with session.post(url) as answer:
+                        if answer.status == 200:
+                            return True
+                await asyncio.sleep(0.1)
+        return False
 
     def resources(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Return descriptors and bytes of memory of each gateway's processes, by name and pid."""
+        """Return descriptors and bytes of memory of every process, by name and pid; of a child by its command, too."""
         found = {}
-        for name in self.http:
+        for name, one in (self.processes | self.replicas).items():
             with contextlib.suppress(psutil.Error):
-                own = psutil.Process(self.processes[name].pid)
-                for process in (own, *own.children()):
-                    found[name, process.pid] = process.num_fds(), process.memory_info().rss
+                own = psutil.Process(one.pid)
+                found[name, own.pid] = own.num_fds(), own.memory_info().rss
+                for child in own.children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        words = " ".join([name, child.name(), *child.cmdline()[1:3]])
+                        found[words, child.pid] = child.num_fds(), child.memory_info().rss
         return found

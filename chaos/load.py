@@ -61,7 +61,7 @@ class Outcome:
     error: name of the error's class, CUT, LATE, LEFT, or "". message: its text.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
     id: what logs call the request. leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
-    received: tokens that came for certain.
+    received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     """
 
     prompt: Prompt
@@ -78,6 +78,7 @@ class Outcome:
     id: str = ""
     leaves: int | None = None
     received: int = 0
+    first_s: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -89,6 +90,8 @@ class Outcome:
             self.late_text += text
         self.text += text
         self.received += tokens
+        if self.received and not self.first_s:
+            self.first_s = time.monotonic()
         if self.leaves and len(self.text) >= self.leaves:
             raise Left
 

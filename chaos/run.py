@@ -17,7 +17,7 @@ import aiohttp
 from chaos import alerts, invariants
 from chaos.envoy import FILTERED
 from chaos.faults import KINDS
-from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, Fleet
+from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, MAX_IN_FLIGHT, Fleet
 from chaos.invariants import Happened, Record, Violation
 from chaos.load import LEFT, Load, Outcome, undisturbed
 from chaos.scenario import Fault, Scenario, possible
@@ -26,6 +26,7 @@ from contract.prometheus import Metrics
 SAMPLE_S = 0.25
 # In compressed time its 99th percentile is the latest of 13 timers: two late ones of a busy machine fire it.
 NOT_JUDGED = "TridentEventLoopLate"
+FIRING, UNREAD = 'ALERTS{alertstate="firing"}', 'up{job="trident-gateway"} == 0'
 WARM_S = 2.0
 LONGEST_STREAM_S = 40.0
 # The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
@@ -71,26 +72,42 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
     _read_logs(fleet.folder, record.outcomes)
-    record.admitted = CAPPED_REQUESTS + int((time.monotonic() - begun_s) / 60) + 1
+    # Without Redis each gateway counts by itself, and from the beginning where it is started again.
+    restarts = sum(this.fault.kind == "kill.gateway" for this in record.happened)
+    counts, caps = (1, 1) if fleet.redis_url else (len(fleet.http) + restarts, len(fleet.http))
+    record.admitted = counts * (CAPPED_REQUESTS + int((time.monotonic() - begun_s) / 60) + 1)
+    record.at_once = caps * MAX_IN_FLIGHT
     await _read_redis(fleet, record)
     if fleet.prometheus_url:
         shift_s = time.monotonic() - time.time()
-        found = alerts.firing(await _query(fleet, "query_range", start=wall_s, end=time.time(), step=0.25))
-        record.alerts = {name: [(a + shift_s, b + shift_s) for a, b in pairs] for name, pairs in found.items()}
+        names = {url.split("/")[2]: name for name, url in fleet.pages.items()}
+        found = []
+        for query in (FIRING, UNREAD):
+            answer = await _query(fleet, "query_range", query, start=wall_s, end=time.time(), step=alerts.STEP_S)
+            spans = alerts.spans(answer, names).items()
+            found.append({name: [(a + shift_s, b + shift_s) for a, b in pairs] for name, pairs in spans})
+        record.alerts, record.unread = found
     return record
 
 
 async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> None:
     """Wait for the fault's moment, do it, and take it back."""
     await asyncio.sleep(begun_s + fault.at_s - time.monotonic())
-    kind, name = KINDS[fault.kind], fault.kind
     at_s = time.monotonic()
+    done = await _done(fleet, fault)
+    (record.happened if done else record.missed).append(Happened(fault, at_s, time.monotonic()))
+
+
+async def _done(fleet: Fleet, fault: Fault) -> bool:
+    """Do a fault and take it back; return whether both could be done."""
+    kind, name = KINDS[fault.kind], fault.kind
+    done = True
     if name in FILTERED:
-        await fleet.set_envoy(name, fault.target, 100)
+        done = await fleet.set_envoy(name, fault.target, 100)
         await asyncio.sleep(fault.for_s)
-        await fleet.set_envoy(name, fault.target, 0)
+        done = await fleet.set_envoy(name, fault.target, 0) and done
     elif name == "envoy.reset":
-        _signal(fleet.pids(f"envoy-{fault.target}", "process"), signal.SIGKILL)
+        done = _signal(fleet.pids(f"envoy-{fault.target}", "process"), signal.SIGKILL)
         fleet.processes[f"envoy-{fault.target}"].process.wait()
         fleet.processes[f"envoy-{fault.target}"].start()
     elif name.startswith("fail."):
@@ -99,24 +116,31 @@ async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> Non
         fleet.arm(fault.target, name.removeprefix("fail."), False)
     else:
         pids = fleet.pids(fault.target, kind.process)
-        _signal(pids, signal.SIGKILL if name.startswith("kill.") else signal.SIGSTOP)
+        done = _signal(pids, signal.SIGKILL if name.startswith("kill.") else signal.SIGSTOP)
         if kind.for_s:
             try:
                 await asyncio.sleep(fault.for_s)
             finally:  # also of a run that is cancelled: SIGTERM does not end a stopped process
                 _signal(pids, signal.SIGCONT)
-    record.happened.append(Happened(fault, at_s, time.monotonic()))
+    return done
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
+def _signal(pids: list[int], number: signal.Signals) -> bool:
+    """Return whether a process got the signal."""
+    got = False
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+            got = True
+    return got
 
 
 async def _sample(fleet: Fleet, record: Record) -> None:
     while True:
-        record.samples.append((time.monotonic(), await fleet.read()))
+        at_s, pages = time.monotonic(), await fleet.read()
+        record.samples.append((at_s, pages))
+        if fleet.is_well(pages):
+            record.well_s.append(at_s)
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -149,12 +173,12 @@ async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:
 async def _alerts_now(fleet: Fleet) -> list[str]:
     if not fleet.prometheus_url:
         return []
-    answer = await _query(fleet, "query")
+    answer = await _query(fleet, "query", FIRING)
     return sorted({series["metric"]["alertname"] for series in answer["data"]["result"]} - {NOT_JUDGED})
 
 
-async def _query(fleet: Fleet, path: str, **parameters: float) -> Mapping:
-    form = {"query": 'ALERTS{alertstate="firing"}', **{name: str(value) for name, value in parameters.items()}}
+async def _query(fleet: Fleet, path: str, query: str, **parameters: float) -> Mapping:
+    form = {"query": query, **{name: str(value) for name, value in parameters.items()}}
     async with aiohttp.ClientSession() as session:
         async with session.post(f"{fleet.prometheus_url}/api/v1/{path}", data=form) as answer:
             return await answer.json()

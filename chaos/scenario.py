@@ -15,8 +15,9 @@ from contract.errors import InvalidArgument
 FORMS = "seed N, duration SECONDS, rate NUMBER or at SECONDS KIND TARGET [for SECONDS]"
 # Of the numbers in a script, seconds but for the rate, which is requests per second.
 RANGES = {"duration": (1.0, 600.0), "rate": (0.1, 100.0), "at": (0.0, 600.0), "for": (0.1, 600.0)}
-EARLIEST_S = 3.0  # what is measured before the first fault is what is undisturbed
+FIRST_S = 3.0, 5.0  # of the first fault: what is measured before it is what is undisturbed
 TAIL_S = 6.0  # of the load behind the last fault
+SHORTEST_S = FIRST_S[1] + TAIL_S  # of a scenario that is drawn: in a shorter one there might be no fault
 PAIRED = 0.4  # of the faults, which begin within a second of the one before
 
 
@@ -55,7 +56,7 @@ class Scenario:
 def draw(seed: int, duration_s: float = 25.0, rate: float = 5.0) -> Scenario:
     """Return the scenario of a seed: faults every few seconds, some of them in pairs."""
     source = random.Random(seed)
-    faults, at_s = [], EARLIEST_S + source.uniform(0, 2)
+    faults, at_s = [], source.uniform(*FIRST_S)
     while at_s < duration_s - TAIL_S:
         kind = source.choice(sorted(KINDS))
         longest = KINDS[kind].for_s

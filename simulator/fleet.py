@@ -44,7 +44,8 @@ _OUTSIDE = frozenset(
 class Fleet:
     """The replicas, by pool in the order of their starts. wanted, used_s (replica-seconds): by pool.
 
-    decisions: all of the law, with their times. blind: the gateways' metrics cannot be read.
+    decisions: all of the law, with their times. blind: outages of the gateways' metrics that last.
+    missed: numbers of the faults that hit no replica.
     """
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
@@ -54,7 +55,8 @@ class Fleet:
         self.replicas: dict[str, list[Replica]] = {name: [] for name in scenario.pools}
         self.hosts: dict[str, Replica] = {}
         self.wanted = {name: pool.replicas for name, pool in scenario.pools.items()}
-        self.blind = False
+        self.blind = 0
+        self.missed: list[int] = []
         self.gateways: list[Service] = []
         self.decisions: list[tuple[float, str, Decision]] = []
         self.used_s = dict.fromkeys(scenario.pools, 0.0)
@@ -123,26 +125,30 @@ class Fleet:
                 if decision.wanted != self.wanted[pool]:
                     self.order(pool, decision.wanted)
 
-    async def fail(self, fault: Fault, began_s: float) -> None:
-        """Bring a fault about, and end it."""
+    async def fail(self, number: int, began_s: float) -> None:
+        """Bring the scenario's fault of this number about, and end it."""
+        fault = self._scenario.faults[number]
         await asyncio.sleep(began_s + fault.at_s - self._loop.time())
         present = self.present(fault.pool)
         hit = present if fault.replica is None else present[fault.replica : fault.replica + 1]
+        if fault.kind == "hang":  # what is dead has no process that could
+            hit = [replica for replica in hit if replica.state != "dead"]
+        if not hit:
+            self.missed.append(number)
         for begins in (True, False):
-            self.blind = begins if fault.kind == "metrics_outage" else self.blind
+            more = 1 if begins else -1
+            self.blind += more * (fault.kind == "metrics_outage")
             for replica in hit:
-                engine = replica.engine
                 if fault.kind == "slow":
-                    engine.slow *= fault.factor if begins else 1 / fault.factor
+                    replica.engine.slow *= fault.factor if begins else 1 / fault.factor
                 elif fault.kind == "network_delay":
-                    replica.delay_s += fault.delay_s if begins else -fault.delay_s
+                    replica.delay_s += more * fault.delay_s
                 elif fault.kind == "metrics_outage":
-                    replica.blind = begins
+                    replica.blind += more
                 elif begins:
-                    replica.die() if fault.kind == "kill" else replica.hang()
-                elif replica.state in ("dead", "hung"):
-                    restart_s = self._scenario.pools[replica.pool].start_s if replica.state == "dead" else 0.0
-                    replica.state, replica.ready_s = "starting", self._loop.time() + restart_s
+                    self._hold(replica, fault, number)
+                else:
+                    self._let_go(replica, number)
             if begins:
                 await asyncio.sleep(fault.for_s)
 
@@ -150,6 +156,24 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _hold(self, replica: Replica, fault: Fault, number: int) -> None:
+        """Let a replica die or hang until the last of such faults ends."""
+        if fault.kind == "kill":
+            if replica.state != "dead":
+                replica.held.clear()  # a process that hung is gone
+            replica.left_s = self._scenario.pools[replica.pool].start_s
+            replica.die()
+        elif replica.state != "hung":
+            replica.left_s = max(0.0, replica.ready_s - self._loop.time())
+            replica.hang()
+        replica.held.add(number)
+
+    def _let_go(self, replica: Replica, number: int) -> None:
+        if number in replica.held:
+            replica.held.remove(number)
+            if not replica.held and replica.state in ("dead", "hung"):
+                replica.state, replica.ready_s = "starting", self._loop.time() + replica.left_s
 
     def _start(self, pool: str, rules: Pool, after_s: float) -> None:
         number = len(self.hosts) + 1

@@ -30,7 +30,9 @@ class Ledger:
         self._began_s, self._gateways = began_s, gateways
         self.violations: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
-        self._used: dict[str, tuple[Level, float]] = {}
+        self._levels: dict[str, Level] = {}
+        # By level: tokens of whole answers, requests that were admitted, and those of them that have not ended.
+        self._used, self._admitted, self._under_way = Counter[str](), Counter[str](), Counter[str]()
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
 
@@ -66,6 +68,20 @@ class Ledger:
         """Requests that began and did not end."""
         return sum(self._open.values())
 
+    def admitted(self, levels: Iterable[Level]) -> None:
+        """Take note of a request that the gateway serves, until ``released``."""
+        for level in levels:
+            self._levels[level.name] = level
+            self._admitted[level.name] += 1
+            self._under_way[level.name] += 1
+            most = level.limits.max_in_flight
+            if most is not None and self._under_way[level.name] > self._gateways * most:
+                self.broken(f"{level.name} had more requests under way than max_in_flight")
+
+    def released(self, levels: Iterable[Level]) -> None:
+        for level in levels:
+            self._under_way[level.name] -= 1
+
     def answered(self, levels: Iterable[Level], usage: Usage, received: int, due: int) -> None:
         """Take note of a whole answer. received: tokens that came. due: that the engine makes for this prompt."""
         if received != due:
@@ -73,8 +89,7 @@ class Ledger:
         if usage.output_tokens != received:
             self.broken("the usage told other tokens than came")
         for level in levels:
-            used = self._used.get(level.name, (level, 0.0))[1]
-            self._used[level.name] = level, used + usage.input_tokens + usage.output_tokens
+            self._used[level.name] += usage.input_tokens + usage.output_tokens
 
     def charged(self, reservation: Reservation | None, used: Usage | None, price: ModelPrice | None) -> None:
         """Compare what a request that ended was charged with what it got. used: None for nothing."""
@@ -94,14 +109,16 @@ class Ledger:
         held = sum(gateway.admission.running for gateway in gateways)
         if held > self.open:
             self.broken("more slots were held than requests were under way")
-        for name, (level, used) in self._used.items():
-            per_minute = level.limits.tokens_per_minute
-            if per_minute is None:
-                continue
-            burst = level.limits.burst_tokens or per_minute
-            allowed = self._gateways * (burst + per_minute / 60 * (now_s - self._began_s))
-            if used > allowed * (1 + _SLACK):
-                self.broken(f"the budget of {name} was exceeded")
+        for name, level in self._levels.items():
+            limits = level.limits
+            tokens = self._used[name], limits.tokens_per_minute, limits.burst_tokens, ""
+            requests = self._admitted[name], limits.requests_per_minute, limits.burst_requests, ", in requests"
+            for used, per_minute, burst, unit in (tokens, requests):
+                if per_minute is None:
+                    continue
+                allowed = self._gateways * ((burst or per_minute) + per_minute / 60 * (now_s - self._began_s))
+                if used > allowed * (1 + _SLACK):
+                    self.broken(f"the budget of {name} was exceeded{unit}")
 
     def check_decision(self, rules: PoolRules, pool: str, decision: Decision) -> None:
         if decision.wanted < rules.min_replicas:

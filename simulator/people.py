@@ -187,6 +187,7 @@ class People:
         )
         context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
         choices = await service.choices((request,), context)
+        ledger.admitted(context.tenant.levels)
         failed: BaseException | None = None
         prompt: Prompt = request.text_input  # type: ignore[assignment]
         received, usage = 0, None
@@ -211,6 +212,7 @@ class People:
             raise
         finally:
             choices.close(failed)
+            ledger.released(context.tenant.levels)
             generation, used = choices.generations[0], None
             if usage is not None:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens

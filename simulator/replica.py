@@ -71,7 +71,8 @@ def plain_wire() -> Iterator[None]:
 class Replica:
     """One replica. state: starting, ready, draining, hung, dead or gone.
 
-    delay_s: of the network, each way. blind: its metrics cannot be read.
+    held: numbers of the faults that keep it dead or hung. left_s: of its start, after these.
+    delay_s: of the network, each way. blind: outages of its metrics that last.
     """
 
     def __init__(self, pool: str, number: int, make_engine: Callable[[], Engine], ready_s: float) -> None:
@@ -80,8 +81,10 @@ class Replica:
         self.host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.address = f"{self.host}:8001"
         self.state = "starting"
+        self.held: set[int] = set()
+        self.left_s = 0.0
         self.delay_s = 0.0
-        self.blind = False
+        self.blind = 0
         self.calls: dict[Call, None] = {}
 
     def registration(self, now_s: float) -> Registration:
@@ -114,8 +117,8 @@ class Replica:
         self.engine.stop()
         for call in tuple(self.calls):
             call.fail(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
-        made, self.engine = self.engine.drafted_tokens, self._make_engine()
-        self.engine.drafted_tokens = made
+        ended, self.engine = self.engine, self._make_engine()
+        self.engine.drafted_tokens, self.engine.slow = ended.drafted_tokens, ended.slow  # its machine is still slow
 
     def hang(self) -> None:
         self.state = "hung"

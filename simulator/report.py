@@ -51,6 +51,10 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
             "decisions": result.decisions,
             "releases": [{key: one[key] for key in ("name", "state", "rolled_back")} for one in result.releases],
             "samples": [sample._asdict() for sample in result.samples],
+            "missed_faults": [
+                {"number": number, **scenario.faults[number].model_dump(include={"kind", "pool", "at_s", "replica"})}
+                for number in result.missed
+            ],
             "violations": result.violations,
         }
     )
@@ -106,6 +110,10 @@ def text(report: Mapping[str, Any]) -> str:
     made = report["tokens_per_step"].items()
     lines += [f"  drafts of {pool}: {per:.1f} tokens a step of a sequence alone" for pool, per in made if per > 1]
     lines += [f"  fidelity of {pool}: {words(found)}" for pool, found in report["fidelity"].items()]
+    lines += [
+        f"  faults.{one['number']} ({one['kind']} of {one['pool']} at {one['at_s']:g} s) hit no replica"
+        for one in report["missed_faults"]
+    ]
     broken = [f"  VIOLATED {count} times: {what}" for what, count in report["violations"].items()]
     return "\n".join([*lines, *(broken or ["  invariants: all held"])])
 

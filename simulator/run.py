@@ -49,7 +49,7 @@ class Result:
 
     records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
     replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their
-    status. violations: of the invariants, and how often.
+    status. violations: of the invariants, and how often. missed: faults that hit no replica, by their number.
     """
 
     scenario: Scenario
@@ -62,6 +62,7 @@ class Result:
     counts: Counter[str]
     releases: list[dict[str, Any]]
     violations: Counter[str]
+    missed: list[int]
 
     @property
     def window(self) -> tuple[float, float]:
@@ -139,7 +140,7 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     ledger.watch(gateways)
     until_s = BEGAN_S + scenario.duration_s
     work = [replicas.run(), _watch(scenario, replicas, ledger, samples), _change(scenario, gateways)]
-    work += [replicas.fail(fault, BEGAN_S) for fault in scenario.faults]
+    work += [replicas.fail(number, BEGAN_S) for number in range(len(scenario.faults))]
     work += [replicas.scale()] if scenario.scaling is not None else []
     work += [one.run(BEGAN_S, until_s) for one in people.values()]
     tasks: list[asyncio.Task] = [asyncio.create_task(each) for each in work]
@@ -176,6 +177,7 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
         sum((_counts(gateway) for gateway in gateways), Counter[str]()),
         [status for gateway in gateways for status in gateway.releases.status()],
         ledger.violations,
+        replicas.missed,
     )
     await replicas.close()
     for gateway in gateways:

@@ -96,6 +96,13 @@ def doubled_charge() -> None:
     _Ticket.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
 
 
+def ignored_cap() -> None:
+    """No tenant has a cap."""
+    from gateway.admission import concurrency, shared_state
+
+    concurrency.caps = shared_state.caps = lambda *_: {}
+
+
 def _with_text(change) -> None:
     """Change the text of every 25th delta that the gateway reads from a replica."""
     from clients.wire.response_reader import ResponseReader
@@ -128,7 +135,7 @@ def ignored_floor() -> None:
 
 _LEAVING = (leaked_permit_on_leaving, leaked_slot_on_leaving, unnoticed_leaving)
 _TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
-_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_floor)
+_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_cap, ignored_floor)
 DEFECTS = {plant.__name__: plant for plant in _PLANTS}
 
 if __name__ == "__main__":

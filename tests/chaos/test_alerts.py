@@ -30,5 +30,15 @@ def test_prometheus_accepts_them(tmp_path):
 
 
 def test_the_times_at_which_an_alert_fired_are_read():
-    series = {"metric": {"alertname": "Down"}, "values": [[1.0, "1"], [1.5, "1"]]}
-    assert alerts.firing({"data": {"result": [series]}}) == {"Down": [(1.0, 1.5)]}
+    series = {"metric": {"alertname": "Down"}, "values": [[1.0, "1"], [1.25, "1"], [1.5, "1"]]}
+    assert alerts.spans({"data": {"result": [series]}}, {}) == {"Down": [(1.0, 1.5)]}
+
+
+def test_an_alert_that_fires_twice_did_not_fire_between_and_is_that_of_its_process():
+    ats, gateway = (13.0, 13.25, 13.5, 58.0), {"alertname": "Out", "instance": "127.0.0.1:9", "replica": "a:1"}
+    first = {"metric": gateway, "values": [[at, "1"] for at in ats]}
+    second = {"metric": gateway | {"instance": "127.0.0.1:8"}, "values": [[30.0, "1"]]}
+    found = alerts.spans(
+        {"data": {"result": [first, second]}}, {"127.0.0.1:9": "gateway-1", "127.0.0.1:8": "gateway-2"}
+    )
+    assert found == {"Out gateway-1 a:1": [(13.0, 13.5), (58.0, 58.0)], "Out gateway-2 a:1": [(30.0, 30.0)]}

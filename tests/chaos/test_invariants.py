@@ -67,6 +67,8 @@ def test_a_lost_token_is_no_other_tenants_text_where_texts_are_alike():
     [
         (CUT, PLAIN, [(5.5, "kill.worker", "gateway-1")], True),
         (CUT, PLAIN, [(5.5, "kill.gateway", "gateway-2")], False),
+        (CUT, PLAIN, [(5.5, "stop.worker", "gateway-1")], True),
+        (CUT, PLAIN, [(5.5, "stop.engine", "replica-1")], False),
         (CUT, PLAIN, [(5.5, "kill.engine", "replica-1")], False),
         ("Unavailable", PLAIN, [(5.5, "kill.engine", "replica-1")], False),
         ("Unavailable", PLAIN, [(4.0, "kill.engine", "replica-1"), (5.5, "kill.tritonserver", "replica-2")], True),
@@ -83,6 +85,11 @@ def test_which_fault_explains_which_error(error: str, tenant, faults: list, is_a
     assert ("errors" in violated(record(one, faults=faults))) is not is_allowed
 
 
+def test_a_stopped_gateway_breaks_no_stream_that_has_begun():
+    one = outcome(error=CUT, text="", ends=0, tokens=None, received=1)
+    assert "errors" in violated(record(one, faults=[(5.5, "stop.worker", "gateway-1")]))
+
+
 def test_budgets_are_exact_but_for_streams_that_broke():
     one, used = outcome(METERED), 3.0 + METERED.max_tokens
     assert violated(record(one, budgets=(used + 5, 0.0))) == {"budgets"}
@@ -92,6 +99,31 @@ def test_budgets_are_exact_but_for_streams_that_broke():
     kill = [(5.5, "kill.worker", "gateway-1")]
     assert violated(record(one, broken, budgets=(used, 20.0), faults=kill)) == set()
     assert violated(record(outcome(CAPPED), outcome(CAPPED), budgets=(0.0, 0.0), admitted=1)) == {"budgets"}
+
+
+def test_capped_gets_no_more_than_its_requests_also_without_redis():
+    assert violated(record(outcome(CAPPED), outcome(CAPPED), budgets=None, admitted=1)) == {"budgets"}
+    assert violated(record(outcome(CAPPED), outcome(CAPPED), budgets=None, admitted=2)) == set()
+
+
+@pytest.mark.parametrize(
+    ("begun_s", "faults", "is_violated"),
+    [
+        ([5.1] * 20, [], True),
+        ([5.1, 5.2, 5.7], [], True),
+        ([5.1, 5.2], [], False),
+        ([5.1, 5.2, 5.8], [], False),  # as the first ended
+        ([5.1, 5.2, 0.0], [], False),  # was told nothing
+        ([5.1] * 20, [(5.0, "fail.redis.away", "gateway-1")], False),
+        ([5.1] * 20, [(5.0, "stop.gateway", "gateway-2")], False),
+        ([5.1] * 20, [(5.0, "stop.engine", "replica-1")], True),
+    ],
+)
+def test_capped_has_no_more_streams_at_once_than_its_cap(begun_s: list, faults: list, is_violated: bool):
+    streams = [outcome(CAPPED, received=1, first_s=at_s) for at_s in begun_s]
+    of = record(*streams, faults=faults, admitted=40)
+    assert ("budgets" in violated(of)) is is_violated
+    assert "budgets" not in violated(dataclasses.replace(of, at_once=20))
 
 
 def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
@@ -130,6 +162,19 @@ def test_what_is_left_over_is_named():
     assert violation.detail == "gateway-1 has 40 more descriptors than before the faults"
 
 
+@pytest.mark.parametrize(
+    ("name", "more_bytes", "names"),
+    [
+        ("replica-1 tritonserver", 99_000_000, set()),
+        ("replica-1 tritonserver", 101_000_000, {"resources"}),
+        ("replica-1 python3 -m python_backends.cpu_engine.worker", 260_000_000, set()),
+        ("replica-1 python3 -m python_backends.cpu_engine.worker", 371_000_000, {"resources"}),
+    ],
+)
+def test_a_worker_may_fill_its_kv_cache(name: str, more_bytes: int, names: set):
+    assert violated(record(resources=({(name, 7): (20, 10**8)}, {(name, 7): (20, 10**8 + more_bytes)}))) == names
+
+
 def test_recovery_is_bounded():
     kill = [(2.0, "kill.gateway", "gateway-1")]
     dead = [outcome(error=CUT, text="", ends=0, sent_s=3.0 + n, ended_s=3.0 + n) for n in range(8)]
@@ -141,6 +186,55 @@ def test_recovery_is_bounded():
     assert violated(record(settled_s=19.0)) == {"recovery"}
 
 
+@pytest.mark.parametrize(
+    ("faults", "out", "names"),
+    [
+        ([3.0], [(3.5, 34.9)], {"recovery"}),
+        ([3.0], [(3.5, 8.0), (9.0, 34.9)], {"recovery"}),
+        ([3.0], [(3.5, 13.5)], {"recovery"}),
+        ([3.0], [(3.5, 12.5)], set()),
+        ([3.0], [(3.5, 10.0), (12.5, 14.0)], set()),  # one reading got no answer
+        ([3.0], [(3.5, 10.0), (20.0, 24.0)], set()),
+        ([3.0, 10.0], [(3.5, 19.5)], set()),
+        ([3.0, 10.0], [(3.5, 21.0)], {"recovery"}),
+        ([3.0, 15.0], [(3.5, 14.5)], {"recovery"}),
+        ([3.0, 15.0], [(3.5, 12.5), (15.5, 24.5)], set()),
+    ],
+)
+def test_the_whole_fleet_is_back_after_each_fault_that_no_other_follows(faults: list, out: list, names: set):
+    times = [at / 4 for at in range(150)]
+    well_s = [at for at in times if not any(begun <= at < ended for begun, ended in out)]
+    kills = [(at, "kill.tritonserver", "replica-1") for at in faults]
+    samples = [(at, WELL) for at in times]
+    given = {"samples": samples, "well_s": well_s, "load_ended_s": 25.0, "settled_s": 34.9}
+    assert violated(record(faults=kills, **given)) == names
+    assert violated(record(faults=kills, **given, recovery_s=35.0)) == set()
+
+
+def test_both_gateways_serve_after_each_fault_that_no_other_follows():
+    kills = [(2.0, "kill.gateway", "gateway-1"), (30.0, "kill.gateway", "gateway-1")]
+    dead = [outcome(error=CUT, text="", ends=0, sent_s=3.0 + n, ended_s=3.0 + n) for n in range(9)]
+    late, last = outcome(sent_s=20.0, ended_s=21.0), outcome(sent_s=30.0, ended_s=31.0)
+    given = {"faults": kills, "load_ended_s": 32.0, "settled_s": 33.0}
+    assert violated(record(*dead, late, last, **given)) == {"recovery"}
+    assert violated(record(*dead, outcome(sent_s=9.0, ended_s=11.0), last, **given)) == set()
+
+
+@pytest.mark.parametrize(
+    ("faults", "is_named"),
+    [
+        ([], True),
+        ([(2.0, "kill.supervisor", "replica-1")], False),
+        ([(2.0, "kill.supervisor", "replica-2")], True),
+        ([(2.0, "fail.disk.slow", "replica-1")], True),
+        ([(7.0, "kill.supervisor", "replica-1")], True),
+    ],
+)
+def test_a_fault_that_could_not_be_done_is_named(faults: list, is_named: bool):
+    missed = Happened(Fault(5.0, "kill.engine", "replica-1"), 5.0, 5.0)
+    assert ("faults" in violated(record(missed=[missed], faults=faults))) is is_named
+
+
 def test_fewer_replicas_than_the_floor_are_named():
     low = WELL | {"scaler": parse('trident_scaler_wanted{pool=""} 1')}
     assert violated(record(samples=[(4.0, low), (9.0, WELL)])) == {"floor"}
@@ -149,13 +243,37 @@ def test_fewer_replicas_than_the_floor_are_named():
 def test_alerts_fire_and_clear():
     out = WELL | {"gateway-1": parse('trident_gateway_replica_healthy{replica="a"} 0')}
     samples = [(float(at), out if 2 <= at < 8 else WELL) for at in range(10)]
-    assert invariants.spans(samples, "replica") == [(2.0, 8.0)]
+    assert invariants.spans(samples, "replica") == [("gateway-1 a", 2.0, 8.0)]
     assert violated(record(samples=samples, alerts={})) == {"alerts"}
-    assert violated(record(samples=samples, alerts={"TridentReplicaOut": [(5.0, 8.0)]})) == set()
+    assert violated(record(samples=samples, alerts={"TridentReplicaOut gateway-1 a": [(5.0, 8.0)]})) == set()
     assert violated(record(samples=samples)) == set()  # without Prometheus
     assert violated(record(alerts={}, alerts_left=["TridentQueueGrows"])) == {"alerts"}
     gone = {"gateway-2": WELL["gateway-2"]}
-    assert invariants.spans([(1.0, WELL), (2.0, gone), (3.0, gone)], "gateway") == [(2.0, 3.0)]
+    assert invariants.spans([(1.0, WELL), (2.0, gone), (3.0, gone)], "gateway") == [("gateway-1", 2.0, 3.0)]
+
+
+def test_an_alert_is_that_of_its_process():
+    gone = {"gateway-2": WELL["gateway-2"]}
+    samples = [(float(at), gone if 2 <= at < 8 else WELL) for at in range(10)]
+    assert violated(record(samples=samples, alerts={"TridentGatewayDown gateway-2": [(5.0, 8.0)]})) == {"alerts"}
+    assert violated(record(samples=samples, alerts={"TridentGatewayDown gateway-1": [(5.0, 8.0)]})) == set()
+
+
+@pytest.mark.parametrize(
+    ("unread", "names"),
+    [
+        ({}, {"alerts"}),
+        ({"gateway-1": [(0.0, 1.5), (4.0, 4.0), (9.0, 9.0)]}, set()),
+        ({"gateway-1": [(3.0, 6.0)]}, set()),
+        ({"gateway-1": [(2.5, 3.0)]}, {"alerts"}),
+        ({"gateway-1": [(0.0, 3.0), (7.9, 9.0)]}, {"alerts"}),
+        ({"gateway-2": [(4.0, 4.0)]}, {"alerts"}),
+    ],
+)
+def test_a_replica_that_is_out_is_told_as_long_as_the_gateway_can_be_read(unread: dict, names: set):
+    out = WELL | {"gateway-1": parse('trident_gateway_replica_healthy{replica="a"} 0')}
+    samples = [(float(at), out if 2 <= at < 8 else WELL) for at in range(10)]
+    assert violated(record(samples=samples, alerts={}, unread=unread)) == names
 
 
 def test_stored_responses_are_their_tenants():

@@ -18,6 +18,16 @@ FAILED = b'data: {"error": {"message": "no replica", "code": "unavailable"}}\n\n
 DONE = b"data: [DONE]\n\n"
 
 
+def test_a_stream_begins_with_its_first_token():
+    one = Outcome(PROMPTS[0], "http", "one", 0.0)
+    one.add("", 0)
+    assert not one.first_s
+    one.add("a", 1)
+    first_s = one.first_s
+    one.add("b", 1)
+    assert 0 < one.first_s == first_s
+
+
 def test_no_two_tenants_share_a_prompt():
     assert len({prompt.text for prompt in PROMPTS}) == len(PROMPTS)
     assert {prompt.tenant for prompt in PROMPTS} == set(TENANTS)

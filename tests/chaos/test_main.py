@@ -31,7 +31,10 @@ async def test_one_run_of_a_shorter_scenario_serves_all_its_findings(monkeypatch
     assert names == ["ends:none", "bytes:none"] and len(ran) == len(set(ran)) == 3
 
 
-@pytest.mark.parametrize("argument", ["--count=0", "--limit-s=-1", "--limit-s=nan", "--duration=0.5", "--shrink=-1"])
+NUMBERS = ["--count=0", "--limit-s=-1", "--limit-s=nan", "--duration=0.5", "--duration=10.9", "--shrink=-1"]
+
+
+@pytest.mark.parametrize("argument", NUMBERS)
 def test_a_number_that_runs_nothing_is_refused(argument: str, capsys):
     assert main([argument, "--show"]) == 2
     assert f"error: {argument.partition('=')[0]}: must be from " in capsys.readouterr().err

@@ -24,6 +24,33 @@ def test_a_process_that_is_gone_gets_no_signal():
     run._signal([ended.pid], signal.SIGKILL)
 
 
+async def test_a_fault_that_nothing_got_has_not_happened(tmp_path):
+    fleet, record = Fleet(tmp_path), Record({}, 0, 0.0)
+    fleet._add("gateway-2", ["sleep", "60"])
+    fault = Fault(0.0, "kill.gateway", "gateway-2")
+    try:
+        for _ in range(2):  # the second time nothing is left
+            await run._do(fleet, fault, 0.0, record)
+            fleet.processes["gateway-2"].process.wait()
+        assert [this.fault for this in record.happened] == [this.fault for this in record.missed] == [fault]
+    finally:
+        await fleet.close()
+
+
+async def test_a_fault_that_envoy_did_not_take_has_not_happened(tmp_path, monkeypatch):
+    fleet, record = Fleet(tmp_path), Record({}, 0, 0.0)
+    fault = Fault(0.0, "envoy.abort", "replica-1", 0.1)
+    for taken in ((True, True), (True, False), (False, True)):
+        answers = iter(taken)
+
+        async def set_envoy(*_: object, answers=answers) -> bool:
+            return next(answers)
+
+        monkeypatch.setattr(fleet, "set_envoy", set_envoy)
+        await run._do(fleet, fault, 0.0, record)
+    assert len(record.happened) == 1 and len(record.missed) == 2
+
+
 async def test_a_fault_that_is_cancelled_leaves_no_process_stopped(tmp_path):
     fleet = Fleet(tmp_path)
     fleet._add("gateway-2", ["sleep", "60"])

@@ -26,6 +26,10 @@ def test_a_hundred_seeds_have_every_kind_and_pairs():
     assert 0.2 < sum(gap <= 1 for gap in gaps) / len(gaps) < 0.6
 
 
+def test_the_shortest_scenario_that_is_drawn_has_a_fault():
+    assert all(scenario.draw(seed, scenario.SHORTEST_S).faults for seed in range(1000))
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 from clients.wire.response_reader import ResponseReader
 from cluster.scaling import law
+from gateway.admission import concurrency
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Bucket
 from gateway.admission.pool_slots import Claim, PoolSlots
@@ -112,6 +113,29 @@ def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path):
     granted = lambda *arguments: dataclasses.replace(real(*arguments), granted=True)  # noqa: E731
     monkeypatch.setattr(MemoryStore, "try_reserve", granted)
     assert simulated(folder=tmp_path, **table).violations["the budget of acme was exceeded"] >= 1
+
+
+def test_an_ignored_budget_of_requests_is_found(monkeypatch, tmp_path: Path):
+    (tmp_path / "gateway.toml").write_text(KEYS.replace("tokens", "requests").replace("1200", "60").replace("800", "5"))
+    table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
+    honest = simulated(folder=tmp_path, **table)
+    assert honest.counts["refused: budget"] > 0 and not honest.violations
+
+    real = MemoryStore.try_reserve
+    granted = lambda *arguments: dataclasses.replace(real(*arguments), granted=True)  # noqa: E731
+    monkeypatch.setattr(MemoryStore, "try_reserve", granted)
+    assert simulated(folder=tmp_path, **table).violations["the budget of acme was exceeded, in requests"] >= 1
+
+
+def test_an_ignored_cap_is_found(monkeypatch, tmp_path: Path):
+    (tmp_path / "gateway.toml").write_text(KEYS.partition("tokens")[0] + "max_in_flight = 2")
+    people = {"chat": CHAT | {"key": "acme/web/site", "leave": 0.3}}
+    table = {"gateway": {"policy": "gateway.toml"}, "personas": people}
+    honest = simulated(folder=tmp_path, **table)
+    assert honest.counts["refused: concurrency"] > 0 and not honest.violations
+
+    monkeypatch.setattr(concurrency, "caps", lambda *_: {})
+    assert simulated(folder=tmp_path, **table).violations["acme had more requests under way than max_in_flight"] >= 1
 
 
 def doubling(real, number: int):

@@ -37,6 +37,16 @@ def test_a_refusal_says_why():
     assert "concurrency: 1 requests are in flight, the most allowed" in shown
 
 
+def test_faults_that_hit_no_replica_are_told():
+    kill, hang = ({"kind": kind, "pool": "main", "at_s": 2.0, "for_s": 2.0} for kind in ("kill", "hang"))
+    faults = [kill, kill | {"replica": 2}, hang | {"at_s": 3.0}]
+    told = report.of(simulated(scaling={"pools": {"main": {"max_replicas": 3}}}, duration_s=5.0, faults=faults), {})
+    assert [one["number"] for one in told["missed_faults"]] == [1, 2]
+    shown = report.text(told)
+    assert "faults.1 (kill of main at 2 s) hit no replica" in shown
+    assert "faults.2 (hang of main at 3 s) hit no replica" in shown and "faults.0" not in shown
+
+
 def test_the_queue_is_the_largest_part_under_load():
     few = {"main": POOL | {"slots": 1}}
     parts = report.of(simulated(pools=few, personas={"chat": CHAT | {"arrivals": "poisson:2"}}), {})["all"]
