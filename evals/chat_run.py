@@ -15,7 +15,7 @@ from evals.results import Case
 from evals.task import Task
 
 KEPT_CHARACTERS = 4000
-GIVE_UP_AFTER = 8  # failures one after the other: the endpoint is gone
+GIVE_UP_AFTER = 8  # failures of a task one after the other: the endpoint is gone
 SCORES: Mapping[str, Callable[..., float]] = {
     "schema": checks.schema,
     "tools": checks.tools,
@@ -58,8 +58,10 @@ class Endpoint:
             found = self.client.chat.completions.create(model=self.model, **request)
             if not found.choices:
                 raise openai.OpenAIError("the answer has no choice")
-        except openai.OpenAIError:
-            self.failures += 1
+        except openai.OpenAIError as exc:
+            status = exc.status_code if isinstance(exc, openai.APIStatusError) else 500
+            if status >= 500 or status == 429:  # else the endpoint is there, and refuses this request
+                self.failures += 1
             raise
         self.failures = 0
         return found
@@ -67,6 +69,7 @@ class Endpoint:
 
 def run(endpoint: Endpoint, task: Task, limit: int | None) -> Iterator[Case]:
     """Yield the answers to a task's cases, in order."""
+    endpoint.failures = 0
     with ThreadPoolExecutor(endpoint.concurrency) as threads:
         yield from threads.map(lambda case: _answered(endpoint, task, case), task.cases[:limit])
 

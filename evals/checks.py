@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import jsonschema
+import jsonschema_rs
 
 from contract.errors import InvalidArgument
 
+_REGRET = r"((i'?m )?sorry,? (but )?|unfortunately,? )*"
+_AS_AN_AI = r"as an ai\b"
+# The words after one "as an ai" hold no other: if they could, each further one would double the tries.
 _REFUSAL = re.compile(
-    r"(i'?m sorry,? (but )?|sorry,? (but )?|unfortunately,? |as an ai\b.{0,60}?)*"
-    r"(i (can ?not|can't|am unable|'m unable|am not able|'m not able|won't|do not have the ability))",
+    rf"{_REGRET}(({_AS_AN_AI}((?!{_AS_AN_AI}).){{0,60}}?)+{_REGRET})?"
+    r"i( can ?not| can't|( am|'m) (unable|not able)| won't| do not have the ability)",
     re.IGNORECASE,
 )
 # By name: the type of its value, and whether a text follows it.
@@ -34,12 +37,24 @@ RULES: Mapping[str, tuple[type, Callable[[str, Any], bool]]] = {
 
 def checked(place: str, rule: Any) -> None:
     """Raises InvalidArgument for a rule that cannot be checked."""
-    name: Any = rule.get("rule") if isinstance(rule, Mapping) else rule
-    if name not in RULES:
+    if not isinstance(rule, Mapping):
+        raise InvalidArgument(place, f"must be objects with rule and value, got {rule!r}")
+    name = rule.get("rule")
+    if not isinstance(name, str) or name not in RULES:
         raise InvalidArgument(place, f"must be one of {', '.join(RULES)}, got {name!r}")
     kind, value = RULES[name][0], rule.get("value")
     if type(value) is not kind:
         raise InvalidArgument(f"{place}.{name}", f"must have a value of type {kind.__name__}, got {value!r}")
+    if name == "matches":
+        try:
+            re.compile(rule["value"])
+        except (re.error, OverflowError, RecursionError) as exc:
+            raise InvalidArgument(f"{place}.{name}", f"must be a regular expression, got {value!r}: {exc}") from exc
+
+
+def validator(schema: Any) -> jsonschema_rs.Draft202012Validator:
+    """Return the validator of a schema, which loads nothing from elsewhere. Raises ValueError for what is no schema."""
+    return jsonschema_rs.Draft202012Validator(schema, retriever=_nothing)
 
 
 def instructions(case: Mapping[str, Any], text: str, calls: Sequence[tuple[str, str]] = ()) -> float:
@@ -51,7 +66,10 @@ def instructions(case: Mapping[str, Any], text: str, calls: Sequence[tuple[str, 
 def schema(case: Mapping[str, Any], text: str, calls: Sequence[tuple[str, str]] = ()) -> float:
     """Return 1 for JSON that is valid by the case's schema and has the values of ``expected``, else 0."""
     value = _json(text)
-    if value is None or not jsonschema.Draft202012Validator(case["schema"]).is_valid(value):
+    try:
+        if value is None or not validator(case["schema"]).is_valid(value):
+            return 0.0
+    except ValueError:  # a text with half a surrogate pair
         return 0.0
     return float(_equal(value, case["expected"]) if "expected" in case else True)
 
@@ -67,7 +85,7 @@ def tools(case: Mapping[str, Any], text: str, calls: Sequence[tuple[str, str]] =
 
 def refused(text: str, finish_reason: str = "stop") -> bool:
     """Return whether the model declined: a content filter ended the answer, or it begins as refusals in English do."""
-    return finish_reason == "content_filter" or _REFUSAL.match(text.strip()) is not None
+    return finish_reason == "content_filter" or _REFUSAL.match(text.strip().replace("\u2019", "'")) is not None
 
 
 def _equal(value: Any, expected: Any) -> bool:
@@ -82,5 +100,9 @@ def _equal(value: Any, expected: Any) -> bool:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def _nothing(uri: str) -> NoReturn:
+    raise ValueError(f"{uri} is not loaded")

@@ -20,7 +20,7 @@ def objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         place = f"{path}:{number}"
         try:
             found = json.loads(line)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise InvalidArgument(place, f"must be a JSON object: {exc}") from exc
         if not isinstance(found, dict):
             raise InvalidArgument(place, f"must be a JSON object, got {type(found).__name__}")

@@ -21,7 +21,7 @@ from lm_eval import evaluator, tasks
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
 FAILED = "\x00failed: "
-GIVE_UP_AFTER = 8  # failures one after the other: the endpoint is gone, and each would take all its tries again
+GIVE_UP_AFTER = 8  # failures of a task one after the other: the endpoint is gone, and each would take all its tries
 RETRY_S = 0.5
 
 
@@ -33,18 +33,20 @@ class Bounded(LocalCompletionsAPI):
 
     async def amodel_call(self, session: Any, sem: Any, messages: Any, **options: Any) -> Any:
         problem = "the endpoint was given up after failures one after the other"
-        for attempt in range(self.tries if self.failures < GIVE_UP_AFTER else 0):
-            try:
-                found = await super().amodel_call(session, sem, messages, **options)
-            except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as exc:
-                problem = (str(exc) or type(exc).__name__)[:200]
-                if isinstance(exc, aiohttp.ClientResponseError) and exc.status < 500 and exc.status != 429:
-                    break  # the same request would be refused again
-                await asyncio.sleep(RETRY_S * 2**attempt)
+        async with sem:  # all calls start at once, before any has failed: each looks when it is its turn
+            for attempt in range(self.tries if self.failures < GIVE_UP_AFTER else 0):
+                try:
+                    found = await super().amodel_call(session, asyncio.Semaphore(), messages, **options)
+                except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as exc:
+                    problem = (str(exc) or type(exc).__name__)[:200]
+                    if isinstance(exc, aiohttp.ClientResponseError) and exc.status < 500 and exc.status != 429:
+                        break  # the endpoint is there, and would refuse the same request again
+                    await asyncio.sleep(RETRY_S * 2**attempt)
+                else:
+                    self.failures = 0
+                    return found
             else:
-                self.failures = 0
-                return found
-        self.failures += 1
+                self.failures += 1
         return [f"{FAILED}{problem}" if options.get("generate") else (math.nan, False)] * len(messages)
 
 
@@ -65,16 +67,18 @@ def run(
         client = Bounded(base_url=f"{url}/completions", **options)
         client.tokenizer.encode = _encoder(client.tokenizer, model)
     client.tries = tries
-    found = evaluator.simple_evaluate(
-        model=client,
-        tasks=names,
-        task_manager=tasks.TaskManager(include_path=folder, include_defaults=False),
-        limit=limit,
-        apply_chat_template=chat,
-        bootstrap_iters=0,
-    )
-    for name, samples in found["samples"].items():
-        for sample in samples:
+    manager = tasks.TaskManager(include_path=folder, include_defaults=False)
+    for name in names:
+        client.failures = 0
+        found = evaluator.simple_evaluate(
+            model=client,
+            tasks=[name],
+            task_manager=manager,
+            limit=limit,
+            apply_chat_template=chat,
+            bootstrap_iters=0,
+        )
+        for sample in found["samples"][name]:
             yield {"task": name, "id": str(sample["doc"]["id"]), **_scored(sample)}
 
 

@@ -73,6 +73,22 @@ def _checked(place: str, case: dict[str, Any], fields: Sequence[str]) -> dict[st
     for field in fields:
         if field not in case:
             raise InvalidArgument(f"{place}: {field}", "must be set")
-    for rule in case.get("rules", ()):
-        checks.checked(f"{place}: rules", rule)
+    if not isinstance(case["id"], str):
+        raise InvalidArgument(f"{place}: id", f"must be a string, got {case['id']!r}")
+    if "rules" in fields:
+        if not isinstance(case["rules"], list) or not case["rules"]:
+            raise InvalidArgument(f"{place}: rules", f"must be a list of at least one rule, got {case['rules']!r}")
+        for rule in case["rules"]:
+            checks.checked(f"{place}: rules", rule)
+    if "schema" in fields:
+        try:
+            checks.validator(case["schema"])
+        except ValueError as exc:
+            problem = str(exc).partition("\n")[0]
+            raise InvalidArgument(f"{place}: schema", f"must be a JSON schema of draft 2020-12: {problem}") from exc
+    if "expected" in fields and (expected := case["expected"]) is not None:
+        if not isinstance(expected, dict) or not expected.keys() >= {"name", "arguments"}:
+            raise InvalidArgument(
+                f"{place}: expected", f"must be null or an object with name and arguments, got {expected!r}"
+            )
     return case

@@ -1,5 +1,7 @@
 import contextlib
 
+import pytest
+
 from evals import chat_run
 from evals.chat_run import GIVE_UP_AFTER, Endpoint
 from evals.task import Task
@@ -55,7 +57,32 @@ def test_a_failure_is_counted_and_not_scored_and_a_try_that_helps_is_used():
     assert failed.score is None and "503" in failed.error and (good.score, good.error) == (1, "")
 
 
-def test_an_endpoint_that_is_gone_is_given_up():
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_endpoint_that_is_gone_is_given_up(status):
+    tries = []
+
+    def answer(path, body):
+        tries.append(1)
+        return status, {"error": {"message": "no"}}
+
+    with client(answer, tries=1, concurrency=1) as made:
+        found = list(chat_run.run(made, of("schema", *[{"schema": {}}] * 30), None))
+    assert len(tries) == GIVE_UP_AFTER and all(case.score is None for case in found)
+    assert "given up" in found[-1].error
+
+
+def test_the_next_task_is_asked_after_one_that_was_given_up():
+    def answer(path, body):
+        return (500, {"error": {"message": "no"}}) if "response_format" in body else (200, said("yes"))
+
+    rules = {"rules": [{"rule": "contains", "value": "yes"}]}
+    with client(answer, tries=1, concurrency=1) as made:
+        lost = list(chat_run.run(made, of("schema", *[{"schema": {}}] * (GIVE_UP_AFTER + 1)), None))
+        [good] = chat_run.run(made, of("instructions", rules), None)
+    assert "given up" in lost[-1].error and (good.score, good.error) == (1, "")
+
+
+def test_every_case_is_asked_once_where_the_endpoint_refuses_each():
     tries = []
 
     def answer(path, body):
@@ -64,5 +91,4 @@ def test_an_endpoint_that_is_gone_is_given_up():
 
     with client(answer, tries=3, concurrency=1) as made:
         found = list(chat_run.run(made, of("schema", *[{"schema": {}}] * 30), None))
-    assert len(tries) == GIVE_UP_AFTER and all(case.score is None for case in found)
-    assert "given up" in found[-1].error
+    assert len(tries) == 30 and all(case.score is None and "400" in case.error for case in found)

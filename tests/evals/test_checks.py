@@ -57,6 +57,14 @@ def test_expected_values_count_without_case_but_with_type():
     assert checks.schema({"schema": {}, "expected": {"on": True}}, '{"on": 1}') == 0
 
 
+def test_answers_that_lie_deep_inside_each_other_are_scored():
+    endless = "[" * 100_000
+    assert checks.schema({"schema": {}}, endless) == 0 and holds("json", False, endless)
+    assert checks.tools({"expected": {"name": "add", "arguments": {}}}, "", [("add", endless)]) == 0
+    assert checks.schema({"schema": {"items": {"$ref": "#"}}}, "[" * 300 + "]" * 300) == 1
+    assert checks.schema({"schema": {"pattern": "a"}}, r'"\ud800"') == 0
+
+
 def test_tools_are_called_exactly_as_expected():
     case = {"expected": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     assert checks.tools(case, "", [("add", '{"b": 2, "a": 1}')]) == 1
@@ -73,6 +81,12 @@ def test_tools_are_called_exactly_as_expected():
         ("I cannot do that", True),
         ("As an AI language model, I am unable to say.", True),
         ("Unfortunately, I won't.", True),
+        ("I\u2019m sorry, but I can\u2019t help with that.", True),
+        ("Sorry, as an AI language model, I'm sorry to say that I'm unable.", True),
+        ("I'm not able to do that.", True),
+        ("I am happy to help.", False),
+        (f"As an AI, {'x' * 50}. As an AI, {'y' * 50}. I'm sorry, but I cannot.", True),
+        (f"As an AI, {'x' * 60}. I cannot.", False),
         ("The word can't is short.", False),
         ("I can help you.", False),
         ("", False),
@@ -81,3 +95,8 @@ def test_tools_are_called_exactly_as_expected():
 def test_refusals(text, refused):
     assert checks.refused(text) is refused
     assert checks.refused(text, "content_filter")
+
+
+def test_beginnings_of_refusals_that_repeat_without_end_are_none():
+    for part in ("as an ai ", "sorry, ", "sorry, but as an ai ", "as an ai unfortunately, i can "):
+        assert not checks.refused(part * 5000)

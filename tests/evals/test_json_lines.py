@@ -24,7 +24,7 @@ def test_a_separator_within_a_text_divides_no_line():
     assert [found for _, found in json_lines.objects(FILE, text)] == [{"a": "one\u2028two\x85three"}]
 
 
-@pytest.mark.parametrize("line", ["", "{", "[1]", "nothing"])
+@pytest.mark.parametrize("line", ["", "{", "[1]", "nothing", pytest.param("[" * 100_000, id="deep")])
 def test_a_line_that_is_no_object_is_named(line):
     with pytest.raises(InvalidArgument, match="cases.jsonl:2: must be a JSON object"):
         list(json_lines.objects(FILE, f"{{}}\n{line}\n{{}}\n"))

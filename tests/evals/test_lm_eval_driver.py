@@ -43,3 +43,35 @@ def test_lm_eval_scores_choices_clozes_likelihoods_and_answers():
     assert 0 < found["prose"][0].score < 1 and [case.score for case in found["cloze"]] == [0.0, 0.0]
     assert chats[0].score is None and "400" in chats[0].error
     assert (chats[1].score, chats[1].output) == (1.0, "London.")
+
+
+def test_a_task_that_was_given_up_ends_no_other_task():
+    asked = []
+    questions = [case["question"] for case in task.read(names=["python"])[0].cases]
+
+    def failing(path, body):
+        if path == "/v1/completions" and any(one in bytes(body["prompt"][0]).decode() for one in questions):
+            asked.append(path)
+            return 503, {"error": "no"}
+        return answer(path, body)
+
+    with endpoint(failing) as url:
+        made = Endpoint(url, "m", "key", tries=1)
+        with made.client:
+            found = lm_eval_run.run(made, task.read(names=["python", "facts"]), task.FOLDER, 20)
+    assert len(asked) < 20 and all(case.error for case in found["python"])
+    assert [case.error for case in found["facts"]] == [""] * 20
+
+
+def test_every_case_is_asked_once_where_the_endpoint_refuses_each():
+    asked = []
+
+    def refusing(path, body):
+        asked.append(path)
+        return 400, {"error": "no"}
+
+    with endpoint(refusing) as url:
+        made = Endpoint(url, "m", "key", tries=3)
+        with made.client:
+            found = lm_eval_run.run(made, task.read(names=["answers"]), task.FOLDER, 20)["answers"]
+    assert len(asked) == 20 and all(case.score is None and "400" in case.error for case in found)

@@ -6,6 +6,8 @@ import pytest
 from contract.errors import InvalidArgument
 from evals import task
 
+RULES = [{"rule": "contains", "value": "a"}]
+
 
 def written(folder, name, yaml, *cases):
     (folder / f"{name}.yaml").write_text(yaml)
@@ -20,9 +22,9 @@ def test_the_tasks_that_ship_are_of_every_kind():
 
 
 def test_the_digest_is_of_both_files(tmp_path):
-    written(tmp_path, "one", "kind: instructions", {"id": "a", "prompt": "?", "rules": []})
+    written(tmp_path, "one", "kind: instructions", {"id": "a", "prompt": "?", "rules": RULES})
     before = task.read(tmp_path)[0].sha256
-    written(tmp_path, "one", "kind: instructions", {"id": "b", "prompt": "?", "rules": []})
+    written(tmp_path, "one", "kind: instructions", {"id": "b", "prompt": "?", "rules": RULES})
     assert task.read(tmp_path)[0].sha256 != before
 
 
@@ -45,6 +47,61 @@ def test_the_digest_is_of_both_files(tmp_path):
             {"id": "a", "prompt": "?", "rules": [{"rule": "bullets", "value": "3"}]},
             r"rules\.bullets: must have a value of type int, got '3'",
         ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": [{"rule": ["contains"]}]},
+            r"one\.jsonl:1: rules: must be one of words_at_most, .* got \['contains'\]",
+        ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": ["contains"]},
+            r"one\.jsonl:1: rules: must be objects with rule and value, got 'contains'",
+        ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": []},
+            r"one\.jsonl:1: rules: must be a list of at least one rule, got \[\]",
+        ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": None},
+            r"one\.jsonl:1: rules: must be a list of at least one rule, got None",
+        ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": [{"rule": "matches", "value": "("}]},
+            r"one\.jsonl:1: rules\.matches: must be a regular expression, got '\(': missing \)",
+        ),
+        (
+            "kind: schema",
+            {"id": "a", "prompt": "?", "schema": {"type": "text"}},
+            r"one\.jsonl:1: schema: must be a JSON schema of draft 2020-12: \"text\" is not valid",
+        ),
+        (
+            "kind: schema",
+            {"id": "a", "prompt": "?", "schema": {"items": {"$ref": "#/$defs/none"}}},
+            r"one\.jsonl:1: schema: must be a JSON schema of draft 2020-12: Pointer '/\$defs/none' does not exist",
+        ),
+        (
+            "kind: schema",
+            {"id": "a", "prompt": "?", "schema": {"$ref": "http://127.0.0.1/schema"}},
+            r"one\.jsonl:1: schema: must be a JSON schema of draft 2020-12: .* is not loaded",
+        ),
+        (
+            "kind: tools",
+            {"id": "a", "prompt": "?", "tools": [], "expected": {"name": "add"}},
+            r"one\.jsonl:1: expected: must be null or an object with name and arguments, got \{'name': 'add'\}",
+        ),
+        (
+            "kind: instructions",
+            {"id": 1, "prompt": "?", "rules": RULES},
+            r"one\.jsonl:1: id: must be a string, got 1",
+        ),
+        (
+            "{output_type: loglikelihood, metadata: {kind: cloze}}",
+            {"id": 1},
+            r"one\.jsonl:1: id: must be a string, got 1",
+        ),
         ("kind: [", {"id": "a"}, "must be a readable YAML file"),
     ],
 )
@@ -55,7 +112,7 @@ def test_a_wrong_task_is_refused_by_file_line_and_field(tmp_path, yaml, case, pr
 
 
 def test_ids_are_there_once(tmp_path):
-    case = {"id": "a", "prompt": "?", "rules": []}
+    case = {"id": "a", "prompt": "?", "rules": RULES}
     written(tmp_path, "one", "kind: instructions", case, case)
     with pytest.raises(InvalidArgument, match="id: must be there and different in every line"):
         task.read(tmp_path)
