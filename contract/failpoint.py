@@ -7,6 +7,7 @@ several.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import resource
 import threading
@@ -81,10 +82,8 @@ def write_to_disk() -> None:
 
 def _jump(armed: _Armed, real: Callable[[], float]) -> Callable[[], float]:
     with contextlib.suppress(ImportError):
-        from grpc._cython import cygrpc
-
-        # It subtracts time.time() from deadlines of its C core, whose clock does not jump here.
-        cygrpc.time = types.SimpleNamespace(**vars(time))
+        # gRPC subtracts time.time() from deadlines of its C core, whose clock does not jump here.
+        vars(importlib.import_module("grpc._cython.cygrpc"))["time"] = types.SimpleNamespace(**vars(time))
     return lambda: real() + (armed.value if armed.active() else 0.0)
 
 

@@ -186,6 +186,11 @@ class Engine:
                 self._steps += 1
                 if report.drafting:
                     self._metrics.drafted(report.drafting, report.accepted)
+            for id, cached_tokens in report.begun.items():
+                begun = self._streams.get(id)
+                if begun is not None and not begun.first_scheduled_ns:
+                    begun.first_scheduled_ns = max(report.start_ns, begun.started_ns)
+                    begun.num_cached_tokens = cached_tokens
             any_ended = False
             for output in report.outputs:
                 stream = self._streams.get(output.id)
@@ -194,8 +199,7 @@ class Engine:
                     any_ended = True
                 if stream is None:
                     continue  # the engine ended it; this output confirms that its blocks are free
-                if not stream.first_scheduled_ns:
-                    # The first step after it was added; chunked prefill may include it a step later.
+                if not stream.first_scheduled_ns:  # of an engine that does not report what it begins to read
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
                 if output.prompt_log_probs:
                     stream.add_prompt_log_probs(output.prompt_log_probs, output.prompt_top_log_probs)
@@ -205,6 +209,8 @@ class Engine:
                     except InvalidArgument as exc:
                         self._end(output.id, StreamEvent.ERROR, error=exc)
                         continue
+                if output.token_ids and not stream.first_token_ns:
+                    self._prefixes.remember(stream.request.worker_ids)
                 keep = stream.stop_sequence_end(output.token_ids)
                 if keep is None:
                     stream.add_tokens(output.token_ids, output.log_probs, output.top_log_probs, now_ns)
@@ -270,13 +276,12 @@ class Engine:
     # ---- under the lock -----------------------------------------------------------------------------------------
 
     def _start_scheduled(self, now_ns: int) -> None:
-        if not self._starts.ready:
+        if not self._starts.ready or self._closing:
             return
         for key in self._scheduler.schedule():
             stream = self._streams[key]
             request = stream.request
             stream.num_cached_tokens = self._prefixes.cached_tokens(request.worker_ids)
-            self._prefixes.remember(request.worker_ids)
             stream.started_ns = now_ns
             command = AddSequence(
                 key,
@@ -303,6 +308,7 @@ class Engine:
             self._link.send(EndSequence(key))
         else:
             self._scheduler.release(key)
+            self._start_scheduled(self._clock_ns())  # those behind it may fit
         self._finish(stream, event, error=error)
         return True
 

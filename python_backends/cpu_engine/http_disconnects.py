@@ -1,10 +1,10 @@
 """Requests whose HTTP client has disconnected, which Triton's HTTP endpoint does not detect.
 
 Triton 2.51 does not read a connection while its request runs, and no model learns which connection a request came by. A
-connection that the client has closed stays in CLOSE_WAIT until its request ends, and each has one request. So when
-there are as many of them as requests in the engine, the clients of all these requests have disconnected; when there are
-fewer, it cannot be known which (docs/decisions/0013). Other calls, such as a probe of a server that is loading a model,
-leave such connections too, so only requests that answer once are compared: one with a stream shows it at a response.
+connection that the client has closed stays in CLOSE_WAIT until its request ends, or has a response, and each has one
+request. So when there are as many of them as requests in the engine without a response, the clients of all these have
+disconnected; when there are fewer, it cannot be known which (docs/decisions/0013). Streams among them are only counted,
+not ended: other calls, such as a probe of a server that is loading a model, leave such connections too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-_CHECK_EVERY_NS = 1_000_000_000
+CHECK_EVERY_NS = 1_000_000_000
 _CLOSE_WAIT = "08"  # TCP_CLOSE_WAIT of the kernel's tcp_states.h
 _TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _MAX_LIVE = 64  # with more it is improbable that all have disconnected, and reading the tables takes long
@@ -41,19 +41,21 @@ class HttpDisconnects:
 
     def due(self, now_ns: int) -> bool:
         """Whether a second has passed since the last check."""
-        return now_ns - self._checked_ns >= _CHECK_EVERY_NS
+        return now_ns - self._checked_ns >= CHECK_EVERY_NS
 
-    def check(self, live: frozenset[int], now_ns: int) -> frozenset[int]:
+    def check(self, live: frozenset[int], now_ns: int, silent: int = 0) -> frozenset[int]:
         """Return the keys of the live requests whose clients have disconnected: all or none.
 
         They have if at two checks in a row, a second apart, the same requests were live and the same connections, as
-        many, were half closed. A connection of a health check is so for a moment, also twice in a row.
+        many as these and the silent streams, were half closed. A connection of a health check is so for a moment, also
+        twice in a row.
 
         live: keys of the requests in the engine that answer once.
         now_ns: any monotonic clock.
+        silent: streams that have sent nothing for CHECK_EVERY_NS, whose connections may be half closed too.
         """
         self._checked_ns = now_ns
         before, self._suspects = self._suspects, (frozenset(), frozenset())
-        if 0 < len(live) <= _MAX_LIVE and len(closed := frozenset(self._half_closed())) == len(live):
+        if 0 < len(live) <= _MAX_LIVE and len(closed := frozenset(self._half_closed())) == len(live) + silent:
             self._suspects = live, closed
         return live if self._suspects[0] and before == self._suspects else frozenset()

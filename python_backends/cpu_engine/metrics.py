@@ -134,8 +134,8 @@ class EngineMetrics:
 
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
-        self._input_tokens(stream.request.input_ids.size)
-        self._input_length(stream.request.input_ids.size)
+        self._input_tokens(stream.request.prompt_ids.size)
+        self._input_length(stream.request.prompt_ids.size)
         if stream.request.adapter:
             self._adapters.accepted(stream.request.adapter)
 
@@ -172,12 +172,13 @@ class EngineMetrics:
         self._finished[stream.event](1)
         if stream.error is not None:
             self._errors[type(stream.error).__name__](1)
-        self._output_tokens(stream.num_output_tokens)
-        self._output_length(stream.num_output_tokens)
-        self._cached_tokens(stream.num_cached_tokens)
+        made = stream.num_output_tokens - stream.request.continued  # by this replica
+        self._output_tokens(made)
+        self._output_length(made)
+        self._cached_tokens(min(stream.num_cached_tokens, stream.request.prompt_ids.size))
         self._duration((now_ns - stream.request.arrival_ns) / 1e9)
-        if stream.num_output_tokens > 1:
-            self._tpot((stream.last_token_ns - stream.first_token_ns) / 1e9 / (stream.num_output_tokens - 1))
+        if made > 1:
+            self._tpot((stream.last_token_ns - stream.first_token_ns) / 1e9 / (made - 1))
 
     def show(self, load: EngineLoad) -> None:
         """Set the gauges and send everything pending to Triton; called by the ticker only."""

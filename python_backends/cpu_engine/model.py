@@ -21,12 +21,11 @@ from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.packed_sink import OUTPUTS, CachedAnswer, PackedSink
-from python_backends.cpu_engine.request import EngineRequest, parse
+from python_backends.cpu_engine.request import EngineRequest, gathered, parse
 from python_backends.cpu_engine.stream import Sink
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import Streams
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
-from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
@@ -40,6 +39,7 @@ from python_backends.triton_io import (
     ResponseSender,
     error_response,
     infer,
+    log_error,
     metric_family,
     parameters,
     response,
@@ -102,14 +102,6 @@ class ResponseSink:
 
     def close(self) -> None:
         self._sender.send(flags=FINAL)
-
-
-def _answers_whole(inputs: Inputs) -> bool:
-    """Whether the client gets a single response. The engine may stream to the detokenizer nevertheless."""
-    try:
-        return not StreamOptions.from_json(inputs.text("stream_options") or "-").stream
-    except (ValueError, TypeError, AttributeError):  # not written by our tokenizer
-        return not inputs.scalar("streaming", False)
 
 
 class TritonPythonModel:
@@ -190,7 +182,7 @@ class TritonPythonModel:
             return
         timeout_ns = request.timeout() * 1000
         limit_ns = self._whole_answer_timeout_ns
-        if limit_ns and _answers_whole(inputs):
+        if limit_ns and gathered(inputs):
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         priority = read(parameters(request))
         now_ns = time.monotonic_ns()
@@ -203,10 +195,11 @@ class TritonPythonModel:
         elif self._grammars is None:
             raise InvalidArgument("guided_decoding_guide_type", NO_VOCABULARY)
         else:
-            self._grammars.check(parsed.guide, partial(self._submit_guided, parsed, sink))
+            on_result = partial(self._submit_guided, parsed, sink)
+            self._grammars.check(parsed.guide, on_result, parsed.request_id, parsed.deadline_ns)
 
     def _submit_guided(self, parsed: EngineRequest, sink: Sink, guide: Guide | TridentError) -> None:
-        """Submit a request whose guide was checked, perhaps from the checker's thread."""
+        """Submit a request whose guide was checked, or refuse it; perhaps from the checker's thread."""
         problem = guide if isinstance(guide, TridentError) else None
         try:
             if isinstance(guide, Guide):
@@ -217,12 +210,23 @@ class TritonPythonModel:
             problem = EngineFailed(f"the engine could not start the request: {exc!r}")
         if problem is not None:
             self._engine.refused(problem)
-            sink.refuse(problem)
+            self._refuse_guided(sink, problem)
+
+    @staticmethod
+    def _refuse_guided(sink: Sink, problem: TridentError) -> None:
+        for send in (partial(sink.refuse, problem), sink.close):
+            try:
+                send()
+                return
+            except Exception as exc:  # such as no room in shared memory: it must not end the checker's thread either
+                log_error(f"refusal lost: error={exc!r}")
 
     def _stop(self, request: Request, sender: ResponseSender) -> None:
         """End the streams of the request id. As with TensorRT-LLM, the response is empty, also if there were none."""
         if not request.request_id():
             raise InvalidArgument("request_id", "must be the id of the request to stop, got an empty one")
+        if self._grammars is not None:
+            self._grammars.stop(request.request_id())
         self._engine.stop_request(request.request_id())
         empty = {"output_ids": np.zeros((1, 1, 0), dtype=np.int32), "sequence_length": row([0])}
         sender.send(response(empty), flags=FINAL)

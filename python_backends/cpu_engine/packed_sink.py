@@ -99,7 +99,11 @@ class PackedSink:
         self._sender.send(error_response(error), flags=FINAL)
 
     def close(self) -> None:
-        self._send(None, failed_increment("a response could not be sent"), 0, last=True)
+        try:
+            self._send(None, failed_increment("a response could not be sent"), 0, last=True)
+        except Exception:
+            self._sender.send(flags=FINAL)  # without it Triton would keep the request for ever
+            raise
 
     def _text(self, increment: TokenIncrement) -> TextIncrement | None:
         """Return what the client gets, None for nothing yet. After a failure the engine ends the stream."""

@@ -57,6 +57,10 @@ class PartialBlocks:
         prompt, generated = self._live[id]
         return len(generated) < (1 if len(prompt) % BLOCK_TOKENS else 2)
 
+    def shared(self, prompt: np.ndarray, other: np.ndarray) -> int:
+        """Return how many tokens of a prompt, in whole blocks, the cache has once another prompt is read."""
+        return _common(prompt[:-1], other) // BLOCK_TOKENS * BLOCK_TOKENS if self._most else 0
+
     def generated(self, id: int, token_ids: Sequence[int]) -> None:
         """Take note of what a step added to a sequence."""
         self._live[id][1].extend(token_ids)
@@ -76,10 +80,15 @@ class PartialBlocks:
 
     def _mixed_up(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Return whether a cached text ends in the block in which the prompts begin to differ, before they do."""
-        shorter = min(len(one), len(other))
-        differing = np.flatnonzero(one[:shorter] != other[:shorter])
-        common = int(differing[0]) if differing.size else shorter
+        common = _common(one, other)
         if len(one) == len(other) == common:
             return False
         first = common // BLOCK_TOKENS * BLOCK_TOKENS + 1
         return any(hash(one[:length].tobytes()) in self._texts for length in range(first, common + 1))
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return with how many ids both begin."""
+    shorter = min(len(one), len(other))
+    differing = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differing[0]) if differing.size else shorter

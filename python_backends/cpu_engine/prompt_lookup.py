@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 
@@ -14,7 +16,8 @@ class PromptLookup:
 
     def __init__(self, ids: np.ndarray, ngram_size: int, length: int) -> None:
         self._ngram_size, self._length = ngram_size, length
-        self._text = "".join(map(chr, ids.tolist()))
+        # The first id of a prompt under a LoRA adapter may be larger (adapter_ids.py), and no other id is equal to it.
+        self._text = "".join(map(chr, np.minimum(ids, sys.maxunicode).tolist()))
         self._accepted = 0
         self._draft = self._look_up()
 

@@ -12,6 +12,7 @@ from contract.generation import UINT64_MAX, Guide, SamplingParams
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble.guide import read_guide
 from python_backends.ensemble.priority import NORMAL
+from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.triton_io import Inputs
@@ -45,6 +46,7 @@ class EngineRequest:
     max_tokens: ids to generate still.
     replay: the sequence starts at the prompt again, and what it generates first must be the continued ids.
     ended_by: an end id at the end of the continued ids, else -1.
+    gathered: the client gets a single response, although ids are sent while it runs.
     stop_ids: ids that end the sequence.
     stop_sequences: sequences of two or more ids that end it.
     streaming: send responses while it runs, else one at its end.
@@ -77,6 +79,12 @@ class EngineRequest:
     continued: int = 0
     replay: bool = False
     ended_by: int = -1
+    gathered: bool = False
+
+    @property
+    def answers_once(self) -> bool:
+        """Whether the client gets a single response."""
+        return self.gathered or not self.streaming
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -170,7 +178,16 @@ def parse(
         continued=continued,
         replay=replay,
         ended_by=ended_by,
+        gathered=gathered(inputs),
     )
+
+
+def gathered(inputs: Inputs) -> bool:
+    """Whether the client gets a single response. The engine may stream to the detokenizer nevertheless."""
+    try:
+        return not StreamOptions.from_json(inputs.text("stream_options") or "-").stream
+    except (ValueError, TypeError, AttributeError):  # not written by our tokenizer
+        return not inputs.scalar("streaming", False)
 
 
 def _continuation(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from contract.errors import DeadlineExceeded, TridentError
 from python_backends.cpu_engine.coalescing_window import CoalescingWindow
-from python_backends.cpu_engine.http_disconnects import HttpDisconnects
+from python_backends.cpu_engine.http_disconnects import CHECK_EVERY_NS, HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
@@ -138,7 +138,7 @@ class Ticker:
         return pause_s
 
     def _end_disconnected(self) -> None:
-        """End the requests without a stream whose HTTP clients have disconnected: those of others show at a response.
+        """End the requests that answer once whose HTTP clients have disconnected: those of streams show at a response.
 
         Reads /proc/net outside the lock, which takes long.
         """
@@ -146,8 +146,12 @@ class Ticker:
         if not self._http_disconnects.due(now_ns):
             return
         with self._senders:
-            live = frozenset(key for key, stream in self._streams.items() if not stream.request.streaming)
-        disconnected = self._http_disconnects.check(live, now_ns)
+            live = frozenset(key for key, stream in self._streams.items() if stream.request.answers_once)
+            since_ns = now_ns - CHECK_EVERY_NS
+            silent = sum(
+                stream.last_sent_ids_ns <= since_ns and key not in live for key, stream in self._streams.items()
+            )
+        disconnected = self._http_disconnects.check(live, now_ns, silent)
         with self._senders:
             for key in disconnected:
                 self._end(key, StreamEvent.CANCELLED, cancelled_by="client")

@@ -8,6 +8,7 @@ connection does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -63,7 +64,7 @@ class StepLoop:
         self._handles: dict[int, genai.GenerationHandle] = {}
         self._unscored: dict[int, AddSequence] = {}  # they start when the log probabilities of their prompts are known
         self._scores: StepOutput | None = None  # of the first of them
-        self._without_token: dict[int, int] = {}  # id -> prompt tokens
+        self._without_token: dict[int, AddSequence] = {}  # in the order in which they came
         self._log_probs = set[int]()  # sequences whose log probabilities were requested
         self._ended: list[StepOutput] = []  # what the next report begins with
         self._leaving: set[int] = set()  # they are cancelled once their prompts are read
@@ -72,6 +73,8 @@ class StepLoop:
         self._step_budget = step_budget
         self._prompts: OrderedDict[int, tuple[AddSequence, genai.GenerationConfig]] = OrderedDict()  # not started yet
         self._read_tokens: OrderedDict[int, int] = OrderedDict()  # of each of those, in the prefix cache
+        self._awaited: dict[int, tuple[int, int]] = {}  # by each that waits: an earlier one, and what both have
+        self._begun: dict[int, int] = {}  # of the next report
         self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
         self._pieces = 0
         self._prompt_tokens, self._attended = 0, 0.0  # that steps are to read (step_budget)
@@ -133,8 +136,8 @@ class StepLoop:
             self._prompt_tokens, self._attended = 0, 0.0
 
     def _plain(self) -> int:
-        """Return the requests of the plain pipeline."""
-        return len(self._handles) - len(self._drafting) + (self._piece is not None)
+        """Return the requests of the plain pipeline. One that drafting has admitted may have no handle yet."""
+        return len(self._handles) - sum(id in self._handles for id in self._drafting) + (self._piece is not None)
 
     def _decoding(self) -> int:
         """Return the sequences whose prompts are read."""
@@ -237,13 +240,41 @@ class StepLoop:
             self._log_probs.add(command.id)
         if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts), behind):
             self._prompts[command.id], self._read_tokens[command.id] = (command, config), command.cached_tokens
+            self._await(command)
         elif not self._start(self._drafting.pipeline, command, config):
             return
         if not command.sampling.top_log_probs:
             self._top_log_probs.close(command.id)
         elif not command.sampling.prompt_log_probs:
             self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
-        self._without_token[command.id] = command.input_ids.size
+        self._without_token[command.id] = command
+
+    def _await(self, command: AddSequence) -> None:
+        """Have a prompt wait for the earlier one that has most of its blocks: read together, each would compute them.
+
+        Not for one in the pipeline that drafts, which has a prefix cache of its own.
+        """
+        most = command.cached_tokens
+        for id, other in self._without_token.items():
+            if id == command.id:
+                return
+            shared = self._partial_blocks.shared(command.input_ids, other.input_ids)
+            if shared > most and id not in self._drafting:
+                self._awaited[command.id], most = (id, shared), shared
+
+    def _waits(self, id: int) -> bool:
+        """Return whether a prompt waits for another one; where it no longer does, take in what that one has read."""
+        if id not in self._awaited:
+            return False
+        other, tokens = self._awaited[id]
+        if other in self._without_token and self._read_tokens.get(other, 0) < tokens:
+            return True
+        del self._awaited[id]
+        command, config = self._prompts[id]
+        command = dataclasses.replace(command, cached_tokens=max(tokens, command.cached_tokens))
+        self._prompts[id], self._read_tokens[id] = (command, config), command.cached_tokens
+        self._await(command)
+        return id in self._awaited
 
     def _start_prompts(self) -> None:
         """Start the prompts that the next step reads to their ends, and a piece of the first one that it does not."""
@@ -255,7 +286,10 @@ class StepLoop:
             left = self._step_budget.tokens(self._decoding(), len(self._prompts), begin)
             short = self._step_budget.short
         long = None
-        for id, (command, config) in list(self._prompts.items()):
+        for id in list(self._prompts):
+            if self._waits(id):
+                continue
+            command, config = self._prompts[id]
             read = self._read_tokens[id]
             unread = command.input_ids.size - read
             # Short prompts do not wait for long ones before them. The rest of one that is read in pieces is the last of
@@ -284,6 +318,7 @@ class StepLoop:
         self._pieces += 1
         self._keep_apart(_PIECE_IDS + self._pieces, ids)
         self._count(begin, tokens)
+        self._begun[command.id] = command.cached_tokens
         config = generation_config(1, SamplingParams(top_k=1), frozenset())
         self._piece = self._pipeline.add_request(_PIECE_IDS + self._pieces, ov.Tensor(ids[None]), config)
 
@@ -303,6 +338,7 @@ class StepLoop:
             self._forget(command.id)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return False
+        self._begun[command.id] = command.cached_tokens
         return True
 
     def _keep_apart(self, id: int, ids: np.ndarray) -> None:
@@ -358,6 +394,10 @@ class StepLoop:
             return
         handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None) or self._prompts.pop(id, None)
         drafted = id in self._drafting
+        if id in self._read_tokens:  # all that those that wait for it will find
+            for waiting, (other, tokens) in self._awaited.items():
+                if other == id:
+                    self._awaited[waiting] = id, min(tokens, self._read_tokens[id])
         self._forget(id)
         if handle is None and unscored is None:
             return
@@ -374,6 +414,7 @@ class StepLoop:
         self._without_token.pop(id, None)
         self._log_probs.discard(id)
         self._read_tokens.pop(id, None)
+        self._awaited.pop(id, None)
         self._top_log_probs.close(id)
         self._drafting.end(id)
         self._partial_blocks.end(id)
@@ -381,6 +422,7 @@ class StepLoop:
     def _report(self, start_ns: int) -> None:
         """Send what the step added to every sequence."""
         outputs, self._ended = self._ended, []
+        begun, self._begun = self._begun, {}
         for id, handle in list(self._handles.items()):
             output = self._read(id, handle)
             if output is not None:
@@ -392,9 +434,10 @@ class StepLoop:
                 outputs,
                 self._scheduled,
                 len(self._without_token),
-                sum(self._without_token.values()),
+                sum(command.input_ids.size for command in self._without_token.values()),
                 self._cache_usage,
                 *self._drafting.take_counts(),
+                begun,
             )
         )
 

@@ -88,6 +88,8 @@ class StepReport:
     cache_usage: fraction of KV blocks held, 0 to 1.
     drafting: sequences of the pipeline that drafts which got tokens after their first ones.
     accepted: draft tokens among those.
+    begun: sequences of whose prompts the step was the first to read, and the tokens found in the prefix cache; a
+        sequence may be in several reports.
     """
 
     start_ns: int
@@ -99,3 +101,4 @@ class StepReport:
     cache_usage: float = 0.0
     drafting: int = 0
     accepted: int = 0
+    begun: dict[int, int] = field(default_factory=dict)

@@ -19,9 +19,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from typing import NamedTuple
 
 from contract.backend_settings import Settings
-from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
@@ -34,27 +35,38 @@ _BUSY_FACTOR = 4
 _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
 _CRASHES = 2  # of one grammar, until it is refused
-_ATTEMPTS = 4  # a process that was killed from outside only delays
+_ATTEMPTS = 4  # a process that does not start, or was killed from outside, only delays
 _EXIT_S = 5.0  # which a process that closed its connection has to end; some write a core file
 
 Result = Guide | TridentError
 OnResult = Callable[[Result], None]
 
 
+class _Request(NamedTuple):
+    """One that waits for its guide; its fields are arguments of ``GrammarChecker.check``."""
+
+    on_result: OnResult
+    request_id: str
+    deadline_ns: int | None
+
+
 class GrammarChecker:
     """Results by guide, kept until they fill 32 MB. The process is started with the first guide."""
 
-    def __init__(self, folder: Path, end_id: int, timeout_s: float, stall_s: float) -> None:
+    def __init__(self, folder: Path, end_id: int, timeout_s: float, stall_s: float, max_waiting: int) -> None:
         """
         folder: the engine's GRAMMAR_CHECKER, or its file TOKENIZER_INFO.
         timeout_s: seconds of the CPU for one check.
         end_id, stall_s: see compiler.Check.
+        max_waiting: requests that may wait for their guides.
         """
         self._folder, self._end_id, self._timeout_s, self._stall_s = folder, end_id, timeout_s, stall_s
+        self._max_waiting = max_waiting
         self._lock = threading.Lock()
+        self._handing_over = threading.Lock()
         self._kept: OrderedDict[Guide, Result] = OrderedDict()
         self._kept_bytes = 0
-        self._waiting: dict[Guide, list[OnResult]] = {}
+        self._waiting: dict[Guide, list[_Request]] = {}
         self._queue: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -69,14 +81,18 @@ class GrammarChecker:
         found = next((path for name in names if (path := settings.engine_dir / name).exists()), None)
         if found is None:
             return None
-        return cls(found, manifest.eos_token_ids[0], settings.grammar_timeout_s, settings.grammar_stall_s)
+        limits = settings.grammar_timeout_s, settings.grammar_stall_s, settings.max_waiting
+        return cls(found, manifest.eos_token_ids[0], *limits)
 
-    def check(self, guide: Guide, on_result: OnResult) -> None:
-        """Call ``on_result`` with the guide to generate with, or why there is none: now if it is known, else from the
-        checker's thread.
+    def check(self, guide: Guide, on_result: OnResult, request_id: str = "", deadline_ns: int | None = None) -> None:
+        """Call ``on_result`` once with the guide to generate with, or why there is none: now if it is known, else from
+        the checker's thread, which it must not end with an exception.
+
+        request_id: see ``stop``.
+        deadline_ns: CLOCK_MONOTONIC, when the result becomes DeadlineExceeded; None for no deadline.
 
         Raises:
-            Overloaded: too many guides wait to be checked.
+            Overloaded: too many guides wait to be checked, or too many requests for them.
             Unavailable: the checker is closed.
         """
         with self._lock:
@@ -84,15 +100,23 @@ class GrammarChecker:
                 raise Unavailable("the server is shutting down")
             result = self._kept.get(guide)
             if result is None:
+                if sum(map(len, self._waiting.values())) >= self._max_waiting:
+                    raise Overloaded(f"queue full: {self._max_waiting} requests wait for grammars to be compiled")
                 if guide not in self._waiting:
                     if len(self._waiting) >= _MOST_WAITING:
                         raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled")
                     self._waiting[guide] = []
                     self._queue.put(guide)
-                self._waiting[guide].append(on_result)
+                self._waiting[guide].append(_Request(on_result, request_id, deadline_ns))
                 return
             self._kept.move_to_end(guide)
         on_result(result)
+
+    def stop(self, request_id: str) -> None:
+        """Answer the requests of that id that wait with Cancelled; none of them gets its guide after this returns."""
+        with self._handing_over:
+            error = Cancelled("the request was stopped while its grammar waited to be compiled")
+            self._answer(lambda request: request.request_id == request_id, error)
 
     def close(self) -> None:
         """Kill the process; guides that wait get Unavailable."""
@@ -106,14 +130,43 @@ class GrammarChecker:
 
     def _run(self) -> None:
         while (guide := self._queue.get()) is not None:
-            result = self._check(guide)
+            self._answer_expired()
             with self._lock:
-                if isinstance(result, Guide | InvalidArgument):
+                if not self._waiting[guide]:
+                    del self._waiting[guide]
+                    continue
+            result = self._check(guide)
+            if isinstance(result, Guide | InvalidArgument):
+                with self._lock:
                     self._keep(guide, result)
-                callbacks = self._waiting.pop(guide)
-            for on_result in callbacks:
-                on_result(result)
+            self._hand_over(guide, result)
         self._end_process()
+
+    def _hand_over(self, guide: Guide, result: Result) -> None:
+        """Answer the requests of a guide one by one: ``stop`` finds each of them here, or where its callback put it."""
+        while True:
+            with self._handing_over:
+                with self._lock:
+                    if not self._waiting[guide]:
+                        del self._waiting[guide]
+                        return
+                    request = self._waiting[guide].pop(0)
+                request.on_result(result)
+
+    def _answer_expired(self) -> None:
+        now_ns = time.monotonic_ns()
+        error = DeadlineExceeded("the deadline passed while its grammar waited to be compiled")
+        self._answer(lambda request: request.deadline_ns is not None and now_ns >= request.deadline_ns, error)
+
+    def _answer(self, chosen: Callable[[_Request], bool], error: TridentError) -> None:
+        """Answer the waiting requests that are chosen. A guide without any is not checked."""
+        answered: list[_Request] = []
+        with self._lock:
+            for guide, requests in self._waiting.items():
+                answered += filter(chosen, requests)
+                self._waiting[guide] = [request for request in requests if not chosen(request)]
+        for request in answered:
+            request.on_result(error)
 
     def _keep(self, guide: Guide, result: Result) -> None:
         self._kept[guide] = result
@@ -124,8 +177,10 @@ class GrammarChecker:
     def _check(self, guide: Guide) -> Result:
         crashes = 0
         for _ in range(_ATTEMPTS):
+            started = False
             try:
                 connection = self._start()
+                started = True
                 connection.send(Check(guide, self._end_id, self._stall_s))
                 if (late := self._wait(connection)) is not None:
                     self._end_process()
@@ -133,19 +188,21 @@ class GrammarChecker:
                 checked: Checked = connection.recv()
                 return checked.guide or InvalidArgument(checked.field, checked.problem)
             except (EOFError, OSError):
-                crashes += self._end_process(_EXIT_S) != -signal.SIGKILL
+                status = self._end_process(_EXIT_S)
+                crashes += started and status != -signal.SIGKILL
                 if self._closed:
                     return Unavailable("the server is shutting down")
                 if crashes == _CRASHES:
                     problem = "must be a grammar that compiles, got one that ends the compiler"
                     return InvalidArgument("guided_decoding_guide", problem)
-        return Overloaded(f"the process that compiles grammars was killed {_ATTEMPTS} times")
+        return Overloaded(f"the process that compiles grammars did not start or was killed, {_ATTEMPTS} times")
 
     def _wait(self, connection: Connection) -> TridentError | None:
         """Return None once there is a result, or an error once the time is up; on a busy machine that takes longer."""
         pid = self._process.pid if self._process else -1
         end_s, before_s = time.monotonic() + _BUSY_FACTOR * self._timeout_s, cpu_s(pid) or 0.0
         while not connection.poll(_POLL_S):
+            self._answer_expired()
             if (cpu_s(pid) or 0.0) - before_s > self._timeout_s:
                 problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
                 return InvalidArgument("guided_decoding_guide", problem)
@@ -169,8 +226,11 @@ class GrammarChecker:
                 if self._closed:
                     raise EOFError
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        if not self._connection.poll(_START_S):
-            raise OSError("the grammar compiler does not start")
+        end_s = time.monotonic() + _START_S
+        while not self._connection.poll(_POLL_S):
+            self._answer_expired()
+            if time.monotonic() > end_s:
+                raise OSError("the grammar compiler does not start")
         self._connection.recv()
         return self._connection
 

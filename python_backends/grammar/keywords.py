@@ -38,6 +38,7 @@ ANNOTATIONS = frozenset(
     " discriminator contentMediaType contentEncoding contentSchema then else minContains maxContains".split()
 )
 _MOST_SHAPES = 256
+_MOST_DIGITS = 400  # of a number, written without an exponent as the grammar writes it; no double has more
 _Kind = TypeVar("_Kind", Strings, Arrays, Objects)
 _MONTH_DAY = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
@@ -235,7 +236,7 @@ class Keywords:
         plain = Shape(
             null=any(value is None for value in values),
             booleans=frozenset(value for value in values if isinstance(value, bool)),
-            numbers=Numbers(values=found) if (found := _decimals(values)) else None,
+            numbers=Numbers(values=found) if (found := _decimals(values, at, keyword)) else None,
             strings=Strings(words=words) if words else None,
         )
         shapes = [plain]
@@ -309,7 +310,7 @@ class Keywords:
                 raise refuse(at, keyword, f"must be a number, got {bound!r:.50}")
             if keyword == "multipleOf" and not 0 < bound:
                 raise refuse(at, keyword, f"must be above 0, got {bound}")
-            found.append(language_of(Decimal(bound)))
+            found.append(language_of(_decimal(bound, at, keyword)))
         return [replace(ALL, numbers=Numbers(tuple(found)))]
 
     def _length(self, schema: dict[str, Any], at: str) -> list[Shape]:
@@ -443,7 +444,8 @@ def _limited(kind: type[_Kind], schema: dict[str, Any], at: str, what: str) -> _
 
 def _count(schema: dict[str, Any], at: str, keyword: str) -> int:
     value = schema[keyword]
-    if isinstance(value, bool) or not isinstance(value, int | Decimal) or value < 0 or value != int(value):
+    whole = isinstance(value, int | Decimal) and value == Decimal(value).to_integral_value()
+    if isinstance(value, bool) or not whole or value < 0:
         raise refuse(at, keyword, f"must be a whole number from 0, got {value!r:.50}")
     if value > 1_000_000:
         raise refuse(at, keyword, f"must be at most 1000000, got {value!r:.50}")
@@ -456,9 +458,19 @@ def _names(names: object, at: str, keyword: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _decimals(values: list[Any]) -> tuple[Decimal, ...]:
-    found = (Decimal(value) for value in values if isinstance(value, int | Decimal) and not isinstance(value, bool))
-    return tuple(dict.fromkeys(found))
+def _decimals(values: list[Any], at: str, keyword: str) -> tuple[Decimal, ...]:
+    given = (value for value in values if isinstance(value, int | Decimal) and not isinstance(value, bool))
+    return tuple(dict.fromkeys(_decimal(value, at, keyword) for value in given))
+
+
+def _decimal(value: int | Decimal, at: str, keyword: str) -> Decimal:
+    number = Decimal(value)
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int)
+    if max(number.adjusted(), 0) + 1 - min(exponent, 0) > _MOST_DIGITS:
+        allowed = f"allows numbers of at most {_MOST_DIGITS} digits, written without an exponent"
+        raise refuse(at, keyword, f"{allowed}, got {number!s:.50}")
+    return number
 
 
 def _exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ after the point (docs/structured-output.md).
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from contract.errors import InvalidArgument
 from python_backends.grammar import numbers
@@ -42,7 +42,7 @@ def grammar_of(text: str) -> str:
         InvalidArgument: it is no schema, cannot be followed exactly, or allows no value; names the place.
     """
     try:
-        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
+        schema = json.loads(text, parse_float=_decimal, parse_constant=_no_number)
         return _SchemaGrammar(Keywords(schema)).write()
     except (ValueError, RecursionError) as exc:
         problem = "its parts lie too deep inside each other" if isinstance(exc, RecursionError) else str(exc)
@@ -55,6 +55,13 @@ def grammar_of(text: str) -> str:
 def any_object() -> str:
     """Return the EBNF of all JSON objects, four levels deep at most."""
     return grammar_of('{"type": "object"}')
+
+
+def _decimal(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"{text[:50]} has too large an exponent") from None
 
 
 def _no_number(name: str) -> None:

@@ -310,6 +310,19 @@ def test_a_repeated_prompt_is_counted_as_cached_until_the_worker_dies_with_its_c
         assert sink.increments[-1].state.num_cached_tokens == expected
 
 
+def test_a_prompt_is_cached_for_others_once_it_is_read_and_not_when_it_is_started(open_setting):
+    setting = open_setting(prefix_reuse=True)
+    first, second = (setting.submit(prompt=70, max_tokens=1) for _ in range(2))
+    assert [command.cached_tokens for command in setting.link.commands] == [0, 0]
+    setting.link.report((first[0], [1], StreamEvent.LENGTH), begun={first[0]: 0})
+    setting.submit(prompt=70, max_tokens=1)
+    assert setting.link.commands[-1].cached_tokens == 64
+    setting.link.report((second[0], [1], StreamEvent.LENGTH), begun={second[0]: 64})  # the worker had it wait
+    for (_, sink), expected in ((first, 0), (second, 64)):
+        sink.end()
+        assert sink.increments[-1].state.num_cached_tokens == expected
+
+
 def test_a_unary_request_gets_one_response(setting):
     key, sink = setting.submit(streaming=False)
     for token in range(3):
@@ -329,6 +342,18 @@ def test_times_of_a_stream_grow_from_arrival_to_the_last_token(setting):
     state = sink.increments[-1].state
     times = (state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns)
     assert times == (5 * SECOND, 6 * SECOND, 6 * SECOND, 7 * SECOND)
+
+
+def test_a_prompt_that_is_read_in_several_steps_was_scheduled_in_the_first_of_them(setting):
+    key, sink = setting.submit(max_tokens=1)
+    for _ in range(3):
+        setting.clock.move(1)
+        setting.engine.on_report(StepReport(setting.clock.now_ns, 2, begun={key: 0, 12345: 0}))
+    setting.clock.move(1)
+    setting.engine.on_report(StepReport(setting.clock.now_ns, 2, [StepOutput(key, [1], [0.0], StreamEvent.LENGTH)]))
+    sink.end()
+    state = sink.increments[-1].state
+    assert (state.first_scheduled_ns, state.first_token_ns) == (6 * SECOND, 9 * SECOND)
 
 
 # ---- ends from our side ---------------------------------------------------------------------------------------------
@@ -375,6 +400,21 @@ def test_a_cancel_of_a_waiting_request_never_reaches_the_worker(setting):
     assert sink.end() == (StreamEvent.CANCELLED, [])
     assert setting.engine._scheduler.waiting == 0
     assert key not in setting.link.added() and key not in setting.link.ended()
+
+
+@pytest.mark.parametrize("ended_by", ["client", "deadline"])
+def test_those_behind_a_waiting_request_that_ends_start_at_once(open_setting, ended_by):
+    setting = open_setting(limits=EngineLimits(100, 256, max_batch_size=10, kv_cache_blocks=8))
+    running, _ = setting.submit(prompt=100, max_tokens=60)  # 5 blocks
+    waiting, sink = setting.submit(prompt=100, max_tokens=60, timeout_ns=SECOND)
+    behind, _ = setting.submit(prompt=1, max_tokens=31)
+    assert setting.link.added() == [running]
+    if ended_by == "client":
+        setting.control(Verb.CANCEL, waiting)
+    else:
+        setting.clock.move(1)
+        sink.wait(lambda sink: sink.closed)
+    assert setting.link.added() == [running, behind]
 
 
 def test_a_second_cancel_a_late_one_and_a_strangers_change_nothing(setting):
@@ -586,6 +626,7 @@ def test_an_abort_ends_every_stream_with_its_reason_and_takes_no_more(setting):
         sink.wait(lambda sink: sink.closed)
         errors.append(sink.error)
     assert [(type(error), str(error)) for error in errors] == [(Unavailable, "the server is draining")] * 3
+    assert len(setting.link.added()) == 2  # the third did not start when those before it ended
     with pytest.raises(Unavailable, match="the server is shutting down"):
         setting.submit()
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from contract.errors import Overloaded
@@ -25,7 +26,8 @@ def load(**changes):
 
 
 def observed(triton, name, **labels):
-    return triton.families[name].Metric(labels).calls
+    """The values that a histogram has."""
+    return triton.families[name].Metric(labels, [1.0]).calls
 
 
 def test_the_gauges_are_those_of_tensorrt_llm(metrics, triton):
@@ -125,3 +127,22 @@ def test_the_time_between_responses_is_observed_of_a_sample(metrics, triton):
     metrics.show(load())
     for name in ("trident_inter_token_latency_seconds", "trident_coalescing_wait_seconds"):
         assert triton.metric_value(name, **NAMES) == 4
+
+
+def test_of_a_continued_stream_only_what_this_replica_generated_is_counted(metrics, triton):
+    continued = {"arrival_ns": 0, "input_ids": np.arange(40), "continued": 30}
+    one, waited = stream(**continued), stream(**continued)
+    for each in (one, waited):
+        metrics.accepted(each)
+    one.num_cached_tokens = 32
+    add(one, 1, 2, now_ns=SECOND)
+    add(one, 3, now_ns=3 * SECOND)
+    for each in (one, waited):
+        each.finish(StreamEvent.CANCELLED)
+        metrics.finished(each, 4 * SECOND)
+    metrics.show(load())
+    assert triton.metric_value("trident_input_tokens_total", **NAMES) == 2 * 10
+    assert triton.metric_value("trident_output_tokens_total", **NAMES) == 3
+    assert triton.metric_value("trident_cached_prompt_tokens_total", **NAMES) == 10
+    assert observed(triton, "gen_ai_server_time_per_output_token_seconds", **NAMES) == [1.0]
+    assert observed(triton, "nv_llm_output_token_len", **NAMES, response_metric_type="total_output_tokens") == [3, 0]

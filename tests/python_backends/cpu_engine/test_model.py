@@ -1,6 +1,8 @@
 """The Triton model ``engine`` as a whole: tensors in, a real worker behind it, responses as the server gets them."""
 
+import os
 import shutil
+import signal
 import threading
 import time
 import uuid
@@ -11,7 +13,7 @@ import pytest
 from contract.backend_settings import Settings
 from contract.errors import EngineFailed, from_text
 from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
-from python_backends.cpu_engine.model import TritonPythonModel
+from python_backends.cpu_engine.model import ResponseSink, TritonPythonModel
 from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent
@@ -304,6 +306,57 @@ def test_200_requests_from_many_threads_all_end(send, answers):
     for thread in threads:
         thread.join()
     assert len(done) == 200 and None not in done
+
+
+def guided(kind, text):
+    return {"guided_decoding_guide_type": kind, "guided_decoding_guide": text, "end_id": 256}
+
+
+@pytest.fixture
+def compiler(model, send, answers, monkeypatch):
+    """The pid of the process that compiles grammars, suspended."""
+    monkeypatch.setattr(model._grammars, "_timeout_s", 60.0)
+    assert answers(send(**guided("regex", f"{uuid.uuid4()}")))
+    pid = model._grammars._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_deadline_passes_while_the_requests_grammar_waits_to_be_compiled(send, compiler):
+    senders = [send(**guided("regex", f"{uuid.uuid4()}"), timeout_us=100_000) for _ in range(2)]
+    for sender in senders:
+        assert sender.final.wait(60)
+        [response] = sender.responses
+        problem = "DeadlineExceeded: the deadline passed while its grammar waited to be compiled"
+        assert response.error().message().startswith(problem)
+
+
+@pytest.mark.slow
+def test_a_stop_request_reaches_requests_whose_grammar_waits_to_be_compiled(send, answers, compiler):
+    guide = guided("regex", f"{uuid.uuid4()}")
+    stopped, other = (send(request_id=name, **guide) for name in ("stopped", "other"))
+    assert len(answers(send(request_id="stopped", stop=True))) == 1
+    [response] = stopped.responses
+    assert "Cancelled: the request was stopped while its grammar waited" in response.error().message()
+    os.kill(compiler, signal.SIGCONT)
+    assert ids(answers(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [["refuse"], ["refuse", "close"]])
+def test_a_refusal_that_cannot_be_sent_ends_no_other_guided_request(triton_types, send, answers, monkeypatch, lost):
+    def fail(*_):
+        raise triton_types.TritonModelException("Failed to increase the shared memory pool size")
+
+    with monkeypatch.context() as patch:
+        for name in lost:
+            patch.setattr(ResponseSink, name, fail)
+        sender = send(**guided("regex", f"({uuid.uuid4()}"))
+        following = send(**guided("regex", f"{uuid.uuid4()}"))
+        assert ids(answers(following))
+    assert sender.responses == ([] if "close" in lost else [None])
 
 
 @pytest.mark.slow

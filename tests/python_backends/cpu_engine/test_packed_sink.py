@@ -103,6 +103,21 @@ def test_without_the_answer_no_text_is_sent(rig, encode):
     assert not rig.sender.responses
 
 
+def test_without_the_answer_a_stream_is_completed_without_a_last_response(rig, encode):
+    def refuse(*_):
+        raise EngineFailed("client_watch: not ready")
+
+    rig.send(*encode("a"), options=OPTIONS)
+    rig.now_ns += SECOND
+    rig.sink._answer = CachedAnswer(refuse)
+    with pytest.raises(EngineFailed):  # response_senders.py closes the sink
+        rig.send(event=StreamEvent.ERROR)
+    assert not rig.sender.closed
+    with pytest.raises(EngineFailed):
+        rig.sink.close()
+    assert rig.sender.closed and rig.sender.responses[1:] == [None]
+
+
 def test_a_stop_string_ends_the_stream_at_the_engine(rig, encode):
     rig.send(*encode("ab"), options=StreamOptions(stream=True, stop=("b",)).to_json())
     assert rig.stops == [1]

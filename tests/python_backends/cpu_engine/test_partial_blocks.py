@@ -20,7 +20,7 @@ from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop
-from python_backends.ensemble.worker_messages import AddSequence, EndSequence
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from tests.python_backends.cpu_engine.test_drafting import Listener, WorkerLink, ended
 
@@ -127,6 +127,7 @@ class Schedule:
         self._commands, self._waiting = commands, None
         self.generated: dict[int, list[int]] = {}
         self.live: set[int] = set()
+        self.reports: list[StepReport] = []
 
     def poll(self, timeout_s: float | None) -> bool:
         if self._waiting is None:
@@ -150,6 +151,7 @@ class Schedule:
         return command
 
     def send(self, report) -> None:
+        self.reports.append(report)
         for output in report.outputs:
             self.generated[output.id] += output.token_ids
             if output.event.last:
@@ -295,3 +297,11 @@ def test_continuations_of_a_prompt_that_runs_get_what_they_get_alone(triton_type
             listener.wait(lambda: listener.dead)
 
     assert texts(at_once=True) == texts(at_once=False)
+
+
+def test_the_cache_has_the_whole_blocks_with_which_both_prompts_begin_and_no_last_token():
+    one, other = np.arange(3 * BLOCK_TOKENS), np.arange(2 * BLOCK_TOKENS + 1)
+    assert PartialBlocks(1).shared(one, other) == PartialBlocks(1).shared(other, one) == 2 * BLOCK_TOKENS
+    assert PartialBlocks(1).shared(one, one) == 2 * BLOCK_TOKENS
+    assert PartialBlocks(1).shared(one, other[: 2 * BLOCK_TOKENS - 1]) == BLOCK_TOKENS
+    assert PartialBlocks(1).shared(one, other[1:]) == PartialBlocks(0).shared(one, other) == 0

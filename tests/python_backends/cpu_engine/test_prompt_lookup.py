@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from python_backends.adapter_ids import AdapterIds
 from python_backends.cpu_engine.prompt_lookup import PromptLookup
 
 
@@ -41,3 +44,12 @@ def test_it_counts_what_steps_would_have_accepted(prompt, made, ngram_size, leng
     lookup = PromptLookup(np.array(prompt + made[:1]), ngram_size, length)
     counts = [count for count in map(lookup.add, made[1:]) if count is not None]
     assert counts == accepted(prompt, made, ngram_size, length)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1))
+def test_the_first_id_of_a_prompt_under_an_adapter_is_like_no_other(prompt, made):
+    marked = int(AdapterIds(tuple("abcdefgh"), 151_936, -1).mark(np.array([9707]), 8)[0])
+    assert marked == 1_225_259 > sys.maxunicode
+    lookup = PromptLookup(np.array([marked, *prompt, *made[:1]]), 3, 8)
+    counts = [count for count in map(lookup.add, made[1:]) if count is not None]
+    assert counts == accepted([marked, *prompt], made, 3, 8)

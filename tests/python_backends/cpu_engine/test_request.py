@@ -8,6 +8,7 @@ from contract.generation import Guide, SamplingParams
 from contract.tensors import ENGINE_INPUTS
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.cpu_engine.request import parse
+from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import encode_word_list
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import Inputs
@@ -387,3 +388,16 @@ def test_a_penalty_on_the_prompt_wants_one_that_begins_as_most_do(ask):
         ask(lora_task_id=1, **unusual, adapters=TWO)
     with pytest.raises(InvalidArgument, match="lora_task_id: must be 0 .none. or one of 1 .poet., 2 .lawyer., got 3"):
         ask(lora_task_id=3, adapters=TWO)
+
+
+@pytest.mark.parametrize(
+    ("sent", "once"),
+    [
+        ({"streaming": True, "stream_options": StreamOptions(stop=("x",)).to_json()}, True),
+        ({"streaming": True, "stream_options": StreamOptions(stream=True).to_json()}, False),
+        ({"streaming": True}, False),
+        ({"streaming": False}, True),
+    ],
+)
+def test_a_request_answers_once_also_where_ids_are_sent_to_the_detokenizer_as_they_come(ask, sent, once):
+    assert ask(**sent).answers_once is once

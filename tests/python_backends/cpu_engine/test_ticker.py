@@ -160,3 +160,24 @@ def test_closed_http_connections_end_requests_that_answer_once_and_no_stream(set
     if not streaming:
         until(lambda: setting.ended)
     assert setting.ended == ([] if streaming else [(one.key, StreamEvent.CANCELLED, "client")])
+
+
+@pytest.mark.parametrize("once", [{"streaming": False}, {"gathered": True}])
+def test_a_closed_connection_of_a_stream_without_a_response_ends_no_request(setting, once):
+    """A client of a stream that left while it waited for a slot had another client's request cancelled."""
+    silent, whole = setting.add(key=1), setting.add(key=2, **once)
+    setting.closed = ["client of the stream"]
+
+    def seconds(count):
+        for _ in range(count):
+            setting.now_ns += 10**9
+            shown = len(setting.recorder.loads)
+            until(lambda shown=shown: len(setting.recorder.loads) > shown)
+
+    seconds(5)
+    assert not setting.ended
+    silent.last_sent_ids_ns = setting.now_ns + 10**10  # a response by which the server finds the client
+    setting.closed = ["client of the request that answers once"]
+    seconds(2)
+    until(lambda: setting.ended)
+    assert setting.ended == [(whole.key, StreamEvent.CANCELLED, "client")]

@@ -1,9 +1,11 @@
 """The worker as a real process around a real pipeline, and what it makes of sampling parameters."""
 
+import contextlib
 import dataclasses
 import re
 import shutil
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import openvino as ov
@@ -14,12 +16,18 @@ from hypothesis import strategies as st
 
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_pipeline
-from python_backends.cpu_engine.worker import fold_seed, generation_config
+from python_backends.cpu_engine.step_budget import StepBudget
+from python_backends.cpu_engine.worker import StepLoop, fold_seed, generation_config
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
+from tests.python_backends.cpu_engine.test_drafting import LIMITS, ready
+from tests.python_backends.cpu_engine.test_partial_blocks import Schedule, sequence, undisturbed
+from tests.python_backends.cpu_engine.test_step_budget import OneBlock
 
 pytestmark = pytest.mark.slow
 
@@ -434,3 +442,123 @@ def test_guided_and_free_sequences_share_a_batch(worker, direct, prompts):
             assert re.fullmatch(pattern, text(written)), text(written)
             assert written[-1] == END and event is StreamEvent.STOP
     assert results[2][0] == results[5][0] == direct(prompts[2], 20)
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def begun(schedule):
+    """(report, tokens found in the prefix cache) of the first report that has a sequence as begun, by sequence."""
+    found = {}
+    for nth, report in enumerate(schedule.reports):
+        for id, cached in report.begun.items():
+            found.setdefault(id, (nth, cached))
+    return found
+
+
+def first_tokens(schedule):
+    """The report with the first token of each sequence."""
+    found = {}
+    for nth, report in enumerate(schedule.reports):
+        for output in report.outputs:
+            if output.token_ids:
+                found.setdefault(output.id, nth)
+    return found
+
+
+def test_a_sequence_is_reported_in_the_first_step_that_reads_of_its_prompt(triton_types, tiny_engine):
+    long, short = [7 * n % 256 for n in range(100)], [5 * n % 256 for n in range(30)]
+    steps = iter([[sequence(1, long, 4)], [], [sequence(2, short, 4)]])
+    schedule = Schedule(lambda schedule: next(steps, None)).run(tiny_engine, OneBlock(short=64))
+    assert begun(schedule) == {1: (0, 0), 2: (2, 0)}
+    assert first_tokens(schedule) == {1: 3, 2: 2}
+
+
+def test_prompts_that_begin_alike_and_come_together_are_read_once(triton_types, tiny_engine):
+    """The pipeline computed the blocks for each of them, in steps far longer than the budget counted."""
+    prompt = [7 * n % 256 for n in range(100)]
+    other = prompt[:70] + [1] * 20
+    sent = [*(sequence(id, prompt, 4) for id in (1, 2, 3)), sequence(4, other, 4)]
+    steps, budget = iter([sent]), OneBlock(short=64)
+    schedule = Schedule(lambda schedule: next(steps, None)).run(tiny_engine, budget)
+    for id in (1, 2, 3, 4):
+        assert schedule.generated[id] == undisturbed(tiny_engine, prompt if id < 4 else other, 4)
+    found, first = begun(schedule), first_tokens(schedule)
+    assert {id: cached for id, (_, cached) in found.items()} == {1: 0, 2: 96, 3: 96, 4: 64}
+    assert found[2][0] == found[3][0] == first[1] + 1  # it finds what the first has read
+    assert found[4][0] == 2 < first[1]  # as soon as it has read the blocks that both have
+    assert sum(tokens for tokens, _ in budget.read) == 100 + 2 * 4 + 26
+
+
+def test_when_the_first_of_equal_prompts_is_cancelled_the_second_goes_on_where_it_was(triton_types, tiny_engine):
+    prompt = [7 * n % 256 for n in range(100)]
+    steps = iter([[sequence(id, prompt, 4) for id in (1, 2, 3)], [], [EndSequence(1)]])
+    budget = OneBlock(short=64)
+    schedule = Schedule(lambda schedule: next(steps, None)).run(tiny_engine, budget)
+    assert not schedule.generated[1]
+    assert schedule.generated[2] == schedule.generated[3] == undisturbed(tiny_engine, prompt, 4)
+    assert {id: cached for id, (_, cached) in begun(schedule).items()} == {1: 0, 2: 64, 3: 96}
+    assert sum(tokens for tokens, _ in budget.read) == 100 + 4
+
+
+class Handle:
+    """A sequence of SlowPipeline."""
+
+    def __init__(self, prompt_tokens, max_tokens):
+        self.unread, self.left, self.made = prompt_tokens, max_tokens, []
+
+    def can_read(self):
+        return bool(self.made)
+
+    def read(self):
+        made, self.made = self.made, []
+        finish = genai.GenerationFinishReason.NONE if self.left else genai.GenerationFinishReason.LENGTH
+        return {0: SimpleNamespace(generated_ids=made, generated_log_probs=[], finish_reason=finish)}
+
+    def get_status(self):
+        return genai.GenerationStatus.RUNNING if self.left else genai.GenerationStatus.FINISHED
+
+    def cancel(self):
+        self.left = 0
+
+
+class SlowPipeline:
+    """Reads a block of each prompt in a step, and then makes a token of each."""
+
+    def __init__(self):
+        self._handles = []
+
+    def add_request(self, id, ids, config):
+        self._handles.append(Handle(ids.shape[1], config.max_new_tokens))
+        return self._handles[-1]
+
+    def step(self):
+        for handle in self._handles:
+            handle.unread -= BLOCK_TOKENS
+            if handle.unread <= 0 and handle.left:
+                handle.made.append(7)
+                handle.left -= 1
+
+    def get_metrics(self):
+        return SimpleNamespace(scheduled_requests=len(self._handles), cache_usage=0.0)
+
+
+def test_a_piece_is_read_on_while_a_prompt_that_drafting_admits_is_kept_apart_from_it():
+    """The steps that it waited for stepped the pipeline that drafts alone, without end."""
+
+    class Reports(Schedule):
+        def send(self, report):
+            super().send(report)
+            assert len(self.reports) < 50
+
+    text = list(range(40))
+    long, other = text + [1] * 400, text + [2] * 10
+    more = LIMITS.draft_pool_blocks * BLOCK_TOKENS  # than the cache for drafts takes
+    steps = iter([[sequence(1, text, 1)], [], [sequence(2, long, more)], [EndSequence(2), sequence(3, other, 8)]])
+    schedule = Reports(lambda schedule: next(steps, None))
+    drafting = ready(LIMITS, SlowPipeline())
+    scores = SimpleNamespace(close=lambda id: None, score=lambda id, token_ids: ([], []))
+    loop = StepLoop(SlowPipeline(), scores, schedule, drafting, PartialBlocks(64), StepBudget(512))
+    with contextlib.suppress(EOFError):
+        loop.run()
+    assert schedule.generated == {1: [7], 2: [], 3: [7] * 8}

@@ -1,14 +1,16 @@
 """The checker with its real process: what it accepts, refuses and survives."""
 
+import errno
 import json
 import os
 import queue
 import signal
+import threading
 import time
 
 import pytest
 
-from contract.errors import InvalidArgument, Overloaded, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
 from contract.generation import Guide
 from python_backends.grammar import checker as checker_module
 from python_backends.grammar.checker import GrammarChecker
@@ -20,7 +22,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def checker(tiny_engine):
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25, max_waiting=64)
     yield checker
     checker.close()
 
@@ -65,7 +67,7 @@ def test_a_grammar_that_does_not_compile_is_refused_and_the_next_one_works(check
 
 
 def test_one_that_would_hold_up_other_requests_is_refused(tiny_engine):
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.003)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.003, max_waiting=64)
     refused = result(checker, "ebnf_grammar", 'root ::= "\\"" [^"]{0,2000} "\\""')
     checker.close()
     assert isinstance(refused, InvalidArgument) and "must not hold up other requests" in refused.problem
@@ -80,7 +82,7 @@ def test_a_process_without_a_share_of_the_cpu_is_no_fault_of_the_grammar(patient
 
 def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine, monkeypatch):
     monkeypatch.setattr(checker_module, "_BUSY_FACTOR", 100)  # other tests may run beside this one
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.2, stall_s=10.0)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.2, stall_s=10.0, max_waiting=64)
     refused = result(checker, "ebnf_grammar", "root ::= " + " | ".join(f"[^{n % 10}]{{0,2000}}" for n in range(20)))
     checker.close()
     assert isinstance(refused, InvalidArgument) and "must compile within 0.2 s" in refused.problem
@@ -92,15 +94,15 @@ def test_a_kill_only_delays(checker):
     assert isinstance(result(checker, "ebnf_grammar", 'root ::= "b"'), Guide)
 
 
-def kill_while_it_compiles(checker, number, times):
-    """Check a guide and send its process a signal that often; return the result."""
+def kill_while_it_compiles(checker, times):
+    """Check a guide and kill its process that often; return the result."""
     guide, came = Guide("ebnf_grammar", "root ::= " + " | ".join(f"[^{n}]{{0,2000}}" for n in range(9))), []
     checker.check(guide, came.append)
     killed = set()
     while len(killed) < times:
         process = checker._process
         if process is not None and process.pid not in killed and process.poll() is None:
-            os.kill(process.pid, number)
+            os.kill(process.pid, signal.SIGKILL)
             killed.add(process.pid)
         time.sleep(0.001)
     while not came:
@@ -110,24 +112,130 @@ def kill_while_it_compiles(checker, number, times):
 
 @pytest.fixture
 def patient(tiny_engine):
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=60.0, stall_s=60.0)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=60.0, stall_s=60.0, max_waiting=64)
     yield checker
     checker.close()
 
 
 def test_a_grammar_is_not_refused_for_what_kills_the_process_from_outside(patient):
-    result = kill_while_it_compiles(patient, signal.SIGKILL, 3)
+    result = kill_while_it_compiles(patient, 3)
     assert isinstance(result, Guide)
 
 
 def test_a_process_that_is_always_killed_is_no_fault_of_the_grammar_and_not_remembered(patient):
-    result = kill_while_it_compiles(patient, signal.SIGKILL, 4)
+    result = kill_while_it_compiles(patient, 4)
     assert isinstance(result, Overloaded) and not patient._kept
 
 
-def test_a_grammar_that_crashes_the_process_twice_is_refused(patient):
-    result = kill_while_it_compiles(patient, signal.SIGSEGV, 2)
-    assert isinstance(result, InvalidArgument) and "ends the compiler" in result.problem and patient._kept
+def test_a_grammar_that_crashes_the_process_twice_is_refused(patient, monkeypatch):
+    wait, crashed = patient._wait, []
+
+    def crash(connection):
+        crashed.append(patient._process.pid)
+        os.kill(crashed[-1], signal.SIGSEGV)
+        return wait(connection)
+
+    monkeypatch.setattr(patient, "_wait", crash)
+    refused = result(patient, "ebnf_grammar", 'root ::= "a"')
+    assert isinstance(refused, InvalidArgument) and "ends the compiler" in refused.problem and patient._kept
+    assert len(set(crashed)) == 2
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_grammar(patient, monkeypatch):
+    def refuse(*given, **options):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checker_module.subprocess, "Popen", refuse)
+        refused = result(patient, "ebnf_grammar", 'root ::= "a"')
+    assert isinstance(refused, Overloaded) and "did not start" in str(refused)
+    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "a"'), Guide)
+
+
+def test_a_process_that_ends_while_it_loads_is_no_fault_of_the_grammar(tmp_path):
+    checker = GrammarChecker(tmp_path / "nothing", END, timeout_s=60.0, stall_s=60.0, max_waiting=64)
+    refused = result(checker, "ebnf_grammar", 'root ::= "a"')
+    checker.close()
+    assert isinstance(refused, Overloaded) and not checker._kept
+
+
+@pytest.fixture
+def suspended(patient):
+    """``patient`` with its process suspended, which compiles nothing until it goes on."""
+    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "a"'), Guide)
+    os.kill(patient._process.pid, signal.SIGSTOP)
+    yield patient
+    patient._process.send_signal(signal.SIGCONT)
+
+
+def in_ms(ms):
+    return time.monotonic_ns() + ms * 1_000_000
+
+
+def test_a_deadline_passes_while_a_guide_is_compiled_and_while_it_waits_for_its_turn(suspended):
+    came = queue.SimpleQueue()
+    first, second = (Guide("ebnf_grammar", f'root ::= "{text}"') for text in ("first", "second"))
+    suspended.check(first, came.put, deadline_ns=in_ms(100))
+    suspended.check(second, came.put, deadline_ns=in_ms(100))
+    assert all(isinstance(came.get(timeout=60), DeadlineExceeded) for _ in range(2))
+    suspended.check(second, came.put, deadline_ns=in_ms(60_000))
+    os.kill(suspended._process.pid, signal.SIGCONT)
+    assert isinstance(came.get(timeout=60), Guide)
+
+
+def test_a_guide_for_which_no_request_waits_any_more_is_not_compiled(suspended):
+    came = queue.SimpleQueue()
+    first, second, third = (Guide("ebnf_grammar", f'root ::= "{text}"') for text in ("first", "second", "third"))
+    suspended.check(first, came.put)
+    suspended.check(second, came.put, request_id="r")
+    suspended.check(third, came.put)
+    suspended.stop("r")
+    assert isinstance(came.get_nowait(), Cancelled)
+    os.kill(suspended._process.pid, signal.SIGCONT)
+    assert [came.get(timeout=60).text for _ in range(2)] == [first.text, third.text]
+    assert {first, third} <= suspended._kept.keys() and second not in suspended._kept
+
+
+def test_a_stop_ends_the_wait_of_its_id_and_of_no_other(suspended):
+    guide, stopped, other = Guide("ebnf_grammar", 'root ::= "b"'), queue.SimpleQueue(), queue.SimpleQueue()
+    suspended.check(guide, stopped.put, request_id="r")
+    suspended.check(guide, other.put, request_id="other")
+    suspended.check(guide, other.put)
+    suspended.stop("r")
+    assert isinstance(stopped.get_nowait(), Cancelled)
+    os.kill(suspended._process.pid, signal.SIGCONT)
+    assert all(isinstance(other.get(timeout=60), Guide) for _ in range(2))
+    assert stopped.empty()
+
+
+def test_a_stop_waits_for_a_guide_that_is_handed_over(checker):
+    """Else it would find the request neither here nor where the callback puts it."""
+    order, done = [], threading.Event()
+
+    def stop():
+        checker.stop("r")
+        order.append("stopped")
+        done.set()
+
+    def hand_over(result):
+        threading.Thread(target=stop).start()
+        done.wait(0.2)
+        order.append("handed over")
+
+    checker.check(Guide("ebnf_grammar", f'root ::= "handed over {time.monotonic()}"'), hand_over, request_id="r")
+    assert done.wait(60) and order == ["handed over", "stopped"]
+
+
+def test_so_many_requests_may_wait(suspended):
+    suspended._max_waiting = 3
+    came, guides = queue.SimpleQueue(), [Guide("ebnf_grammar", f'root ::= "{n}"') for n in range(2)]
+    for guide in (*guides, guides[0]):
+        suspended.check(guide, came.put)
+    with pytest.raises(Overloaded, match="queue full: 3 requests wait for grammars"):
+        suspended.check(guides[0], came.put)
+    os.kill(suspended._process.pid, signal.SIGCONT)
+    assert all(isinstance(came.get(timeout=60), Guide) for _ in range(3))
+    suspended.check(guides[0], came.put)
 
 
 def test_equal_guides_are_checked_once_and_all_get_the_result(checker):
@@ -139,7 +247,7 @@ def test_equal_guides_are_checked_once_and_all_get_the_result(checker):
 
 
 def test_after_close_it_refuses(tiny_engine):
-    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25, max_waiting=64)
     came = queue.SimpleQueue()
     checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
     checker.close()

@@ -24,3 +24,10 @@ def test_it_checks_until_its_connection_ends(tiny_engine):
         connection.send(Check(Guide("ebnf_grammar", 'root ::= "a"'), 256, 0.25))
         assert connection.recv() == Checked(Guide("ebnf_grammar", 'root ::= "a"'))
     assert process.wait(timeout=20) == 0
+
+
+def test_it_ends_when_a_guide_takes_too_much_memory():
+    take = "from python_backends.grammar import compiler; compiler.limit_memory(); len(bytearray({} << 30))"
+    for size, fits in ((1, True), (5, False)):
+        ended = subprocess.run([sys.executable, "-c", take.format(size)], capture_output=True, text=True)
+        assert (ended.returncode == 0) == fits and ("MemoryError" in ended.stderr) != fits

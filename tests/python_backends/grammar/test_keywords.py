@@ -1,5 +1,6 @@
 """Keywords as shapes."""
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,32 @@ def test_alternatives_have_a_limit():
     parts = [{"pattern": f"{n}"} for n in range(20)]
     with pytest.raises(InvalidArgument, match="combinations of alternatives"):
         Keywords({"allOf": [{"anyOf": parts}, {"anyOf": parts}, {"anyOf": parts}]}).shapes(ROOT)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e2000000000", "1e-400", "1e-2000000000"])
+@pytest.mark.parametrize(
+    "keyword", ["const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+)
+def test_numbers_have_so_many_digits(keyword, number):
+    value = Decimal(number.removeprefix("-") if keyword == "multipleOf" else number)
+    with pytest.raises(InvalidArgument, match=f"#/{keyword} allows numbers of at most 400 digits, written without"):
+        Keywords({keyword: [1, value] if keyword == "enum" else value}).shapes(ROOT)
+
+
+@pytest.mark.parametrize("number", ["1e399", "-1.7976931348623157e308", "4.9406564584124654e-324", "1e-399"])
+def test_every_double_is_such_a_number(number):
+    assert Keywords({"enum": [Decimal(number)], "minimum": Decimal("-1e399")}).shapes(ROOT)
+
+
+@pytest.mark.parametrize("keyword", ["minLength", "maxLength", "minItems", "maxItems", "minProperties"])
+def test_a_count_is_no_larger_than_a_million(keyword):
+    for most in (Decimal("1e2000000000"), 1_000_001):
+        with pytest.raises(InvalidArgument, match=f"#/{keyword} must be at most 1000000"):
+            Keywords({keyword: most}).shapes(ROOT)
+    for part in (Decimal("0.5"), Decimal("1e-2000000000")):
+        with pytest.raises(InvalidArgument, match=f"#/{keyword} must be a whole number from 0"):
+            Keywords({keyword: part}).shapes(ROOT)
+    assert Keywords({keyword: Decimal("2.0")}).shapes(ROOT) == Keywords({keyword: 2}).shapes(ROOT)
 
 
 def test_every_keyword_is_documented():

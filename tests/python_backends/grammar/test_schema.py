@@ -159,10 +159,20 @@ def test_what_cannot_be_followed_is_refused_by_keyword_and_place(schema, place):
         grammar_of(json.dumps(schema))
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 5000, '{"items":' * 3000 + "{}" + "}" * 3000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"a": NaN}', '{"a": 1e99999999999999999999}', "[" * 5000, '{"items":' * 3000 + "{}" + "}" * 3000],
+)
 def test_what_is_no_schema_is_refused(text):
     with pytest.raises(InvalidArgument, match="must be a JSON schema"):
         grammar_of(text)
+
+
+def test_a_number_with_a_large_exponent_is_refused_before_it_is_written():
+    for text in ('{"const": 1e2000000000}', '{"properties": {"a": {"enum": [{"b": [1e-2000000000]}]}}}'):
+        with pytest.raises(InvalidArgument, match="allows numbers of at most 400 digits"):
+            grammar_of(text)
+    assert Matcher(grammar_of('{"const": 1e308}')).matches("1" + 308 * "0")
 
 
 def test_any_object_is_an_object():
