@@ -1,7 +1,8 @@
 """How long one engine step takes: the model that admission, routing, scaling, planner and simulator share.
 
 ``python -m benchmarks calibrate`` fits it to a running replica and writes ``engines/<name>/step_model.json`` beside the
-manifest whose digest it carries; ``of_engine`` reads it. No coefficient is negative, so no argument shortens a step.
+manifest whose digest it carries; ``of_engine`` reads it. No coefficient is negative, so no argument shortens the
+engine's part of a step. Beyond ``FEW_STREAMS`` tokens wait longer to be sent together, and steps may be shorter.
 """
 
 from __future__ import annotations
@@ -255,12 +256,9 @@ class StepModel:
         most: slots. context_tokens: of each. prefill_tokens: for each decoded token, at a steady load the prompt's
         length over the answer's.
         """
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            within = self.seconds(middle, middle * context_tokens, middle * prefill_tokens) <= step_limit_s
-            low, high = (middle, high) if within else (low, middle - 1)
-        return low
+        counts = range(most, 0, -1)  # not halved: one more than FEW_STREAMS may take a shorter step
+        within = (n for n in counts if self.seconds(n, n * context_tokens, n * prefill_tokens) <= step_limit_s)
+        return next(within, 0)
 
     def save(self, folder: Path) -> Path:
         """Write step_model.json of an engine's folder atomically; return its path."""

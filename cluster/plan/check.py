@@ -17,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from cluster.plan.planner import CHECKED, kind_of, load_of, operating_point
+from cluster.plan.planner import CHECKED, Load, kind_of, loads_of, operating_point
 from cluster.plan.replica import Forecast, Replica, closed_loop, figures, serve
-from cluster.plan.scenario import Pool, Scenario
+from cluster.plan.scenario import Scenario
 from contract.errors import EngineFailed, InvalidArgument
 from contract.step_model import described_drift, drifted
 
@@ -61,7 +61,8 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     place, given = f"pools.{pool}", scenario.pools[pool]
     if not given.engine:
         raise InvalidArgument(f"{place}.engine", "must be an engine that runs here: an estimate cannot be checked")
-    replica, (load, _) = kind_of(given, place), load_of(given, scenario.seed)
+    replica = kind_of(given, place)
+    load = loads_of(given, replica, scenario.seed, place)[0]
     rate, most, _ = operating_point(replica, load, given.slo, place)
     if not seconds >= ROUNDS:
         raise InvalidArgument("seconds", f"must be at least {ROUNDS}, got {seconds:g}")
@@ -72,7 +73,8 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     with tempfile.TemporaryDirectory() as folder:
         ratios = [_steps_take(given.engine, folder)]
         for nth in range(ROUNDS):
-            for name, expected, options in _loads(given, replica, scenario.seed + nth, rate, clients, turn_s, folder):
+            mix = replace(load, seed=scenario.seed + nth)
+            for name, expected, options in _loads(mix, replica, rate, clients, turn_s, folder):
                 turns.setdefault(name, []).append(_compared(name, expected, [*options, *timing], folder))
             ratios.append(_steps_take(given.engine, folder))
     found = [_mean(each, geometric_mean(ratios)) for each in turns.values()]
@@ -81,10 +83,10 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
 
 
 def _loads(
-    given: Pool, replica: Replica, seed: int, rate: float, clients: int, seconds: float, folder: str
+    load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str
 ) -> Iterator[tuple[str, Forecast, list[str]]]:
     """Yield each load's name, forecast, and options for the bench."""
-    (load, _), end_s, trace = load_of(given, seed), WARMUP_S + seconds, Path(folder) / "trace.jsonl"
+    end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
     for per_s in (part * rate for part in PARTS):
         requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
         names = ("at_s", "input_tokens", "output_tokens")
@@ -92,11 +94,11 @@ def _loads(
         trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
         yield f"{per_s:.3g} requests/s", expected, ["--arrivals", f"trace:{trace}"]
-    if len(given.classes) == 1:
-        rng, options = random.Random(seed), ["--concurrency", str(clients)]
+    if len(load.classes) == 1:
+        rng, options = random.Random(load.seed), ["--concurrency", str(clients)]
         expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
         for name in ("input", "output"):
-            size = getattr(given.classes[0], name)
+            size = getattr(load.classes[0], name)
             options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
         yield f"{clients} clients", expected, options
 

@@ -9,6 +9,7 @@ import random
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from contract.errors import InvalidArgument, TridentError
 
 MONTH_H = 730.0
 CHECKED = "plan_check.json"  # in an engine's folder
-REQUESTS, ROUNDS = 600, 10  # of a simulated load: so many, and so many more for each sequence that a replica holds
-MOST_REQUESTS = 12_000  # of it: a plan simulates about 90 loads; the most sequences, 2048, still come and go 6 times
-DRAWN = 1000  # requests of a class whose lengths are averaged
+REQUESTS, ROUNDS = 2000, 5  # of a simulated load: so many, and so many more for each sequence that a replica holds
+MOST_REQUESTS = 12_000  # of it: a plan simulates 90 to 130 loads; the most sequences, 2048, still come and go 6 times
+DRAWN = 10_000  # requests of a class whose lengths are averaged
 MOST_REFUSED = 0.05  # of a class: objectives hold for 95 of 100 requests
 NEAR = 100  # see _reserved
 SEARCH = 9  # halvings of the interval in which the operating point is
+GAINS = 1.05  # twice the slots or the KV cache bind if they make so many times the operating point
+ALIKE = 0.1  # a class's parts of two hours' requests and work may differ by so much where one operating point holds
+MOST_MIXES = 4  # operating points of a pool: each one more takes a seventh of a plan's time
 WHAT_MOVES = {
     "ttft_s": "horizontal: more replicas, less of a queue at each; vertical: faster prefill, cached prefixes",
     "itl_s": "vertical: a faster step (fewer bits, more cards, a smaller max_num_tokens); more replicas help little",
@@ -52,6 +56,15 @@ class Cost:
 
 
 @dataclass
+class Mix:
+    """The operating point of an hour's mix of classes, and what ends it."""
+
+    hour: int
+    rate: float
+    binds: str
+
+
+@dataclass
 class PoolPlan:
     """The plan of one pool.
 
@@ -60,11 +73,13 @@ class PoolPlan:
     measured, by figure of cluster.plan.check; none where they were not compared.
     refused: part of the requests that are longer than ``longest`` tokens, which the engine refuses; the means, the
     forecast and the cost of tokens are without them.
+    hour: with the most work; the means and all that follows up to ``shares`` are of its mix of classes.
     rate: requests per second that come to one replica within the objectives: the operating point.
     forecast: at that rate. binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
-    little: concurrency of the peak hour by Little's law, requests per second times seconds of each.
+    little: concurrency of that hour by Little's law, requests per second times seconds of each.
     kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
     shares: of a step's seconds at the operating point: fixed, context (bandwidth), sequences, prefill (compute).
+    others: operating points of the hours whose mix is another. rates: the operating point by hour.
     replicas: by hour. sensitivity: change in per cent of a day's cost, or of its replica-hours where nothing is priced,
     by input, for 20 per cent less and more of it; None where the objectives are missed or too much is refused.
     check: the command that checks the forecast.
@@ -81,6 +96,7 @@ class PoolPlan:
     output_tokens: float
     refused: float
     longest: int
+    hour: int
     rate: float
     forecast: Forecast
     binds: str
@@ -91,6 +107,8 @@ class PoolPlan:
     decode_batch: int
     tokens_per_step: float
     shares: dict[str, float]
+    others: list[Mix]
+    rates: tuple[float, ...]
     headroom: float
     replicas: tuple[int, ...]
     cost: Cost
@@ -99,42 +117,81 @@ class PoolPlan:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """The peak hour's mix of a pool's classes."""
+class Load:
+    """An hour's mix of a pool's classes.
+
+    weights: requests per second of each class. seconds: that a request of each takes of a replica that is full.
+    """
 
     classes: tuple[Class, ...]
     weights: tuple[float, ...]
+    seconds: tuple[float, ...]
+    hour: int
     seed: int
+
+    @property
+    def parts(self) -> list[float]:
+        """Each class's part of the requests."""
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that the mean request takes of a full replica."""
+        return sum(part * seconds for part, seconds in zip(self.parts, self.seconds, strict=True))
+
+    @property
+    def work(self) -> float:
+        """Full replicas that the hour's requests take."""
+        return sum(self.weights) * self.request_s
+
+    def apart(self, other: Load) -> float:
+        """Return by how much a class's part of the requests or of the work differs, at most."""
+        mine_s, its_s = self.request_s, other.request_s
+        return max(
+            max(abs(mine - its), seconds * abs(mine / mine_s - its / its_s))
+            for seconds, mine, its in zip(self.seconds, self.parts, other.parts, strict=True)
+        )
 
     def lengths(self, rng: random.Random) -> tuple[int, int]:
         return _drawn(rng.choices(self.classes, self.weights)[0], rng)
 
     def requests(self, rate: float, count: int) -> list[Request]:
         """Return Poisson arrivals, the same requests at every rate."""
-        rng, at_s, found = random.Random(self.seed), 0.0, []
-        for _ in range(count):
-            at_s += rng.expovariate(rate)
-            found.append(Request(at_s, *self.lengths(rng)))
-        return found
+        return [Request(at / rate, *lengths) for at, lengths in _arrivals(self, count)]
 
     def means(self, longest: int, place: str) -> tuple[float, float, float]:
         """Return mean tokens of prompt and answer of requests up to ``longest``, and the part of those that are longer.
 
         Raises InvalidArgument: too many of a class are longer.
         """
-        input_tokens = output_tokens = taken = refused = 0.0
+        input_tokens = output_tokens = taken = 0.0
         for number, (one, weight) in enumerate(zip(self.classes, self.weights, strict=True)):
-            rng = random.Random(self.seed)
-            drawn = [sizes for sizes in (_drawn(one, rng) for _ in range(DRAWN)) if sum(sizes) <= longest]
-            longer = 1 - len(drawn) / DRAWN
-            if longer > MOST_REFUSED and (weight or any(one.rates())):
+            prompt, answer, part = _means(one, self.seed, longest)
+            if 1 - part > MOST_REFUSED and (weight or any(one.rates())):
                 problem = f"must be requests of at most {longest} tokens, {1 - MOST_REFUSED:.0%} of them"
-                raise InvalidArgument(f"{place}.classes.{number}", f"{problem}; got {longer:.0%} that are longer")
-            input_tokens += weight * sum(prompt for prompt, _ in drawn)
-            output_tokens += weight * sum(answer for _, answer in drawn)
-            taken += weight * len(drawn)
-            refused += weight * longer
-        return input_tokens / taken, output_tokens / taken, refused / sum(self.weights)
+                raise InvalidArgument(f"{place}.classes.{number}", f"{problem}; got {1 - part:.0%} that are longer")
+            input_tokens += weight * prompt
+            output_tokens += weight * answer
+            taken += weight * part
+        return input_tokens / taken, output_tokens / taken, 1 - taken / sum(self.weights)
+
+
+@cache
+def _means(one: Class, seed: int, longest: int) -> tuple[float, float, float]:
+    """Return the mean tokens of prompt and answer, 0 for requests above ``longest``, and the part that is not above."""
+    rng = random.Random(seed)
+    drawn = [sizes for sizes in (_drawn(one, rng) for _ in range(DRAWN)) if sum(sizes) <= longest]
+    return sum(prompt for prompt, _ in drawn) / DRAWN, sum(answer for _, answer in drawn) / DRAWN, len(drawn) / DRAWN
+
+
+@lru_cache(maxsize=1)  # a search simulates one load at many rates
+def _arrivals(load: Load, count: int) -> list[tuple[float, tuple[int, int]]]:
+    """Return requests that come at a rate of 1: instants and lengths."""
+    rng, at, found = random.Random(load.seed), 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(1.0)
+        found.append((at, load.lengths(rng)))
+    return [(count / at * each, lengths) for each, lengths in found]
 
 
 def _drawn(one: Class, rng: random.Random) -> tuple[int, int]:
@@ -153,53 +210,122 @@ def plan(scenario: Scenario, path: Path) -> list[PoolPlan]:
 def kind_of(pool: Pool, place: str) -> Replica:
     """Return the pool's kind of replica. Raises InvalidArgument for ``place``, NotFound, EngineFailed."""
     if pool.estimate is not None:
-        return estimate.replica(pool.estimate, f"{place}.estimate")
-    try:
-        kind = Replica.of_engine(Path(pool.engine))
-    except (TridentError, OSError) as exc:
-        raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
+        kind = estimate.replica(pool.estimate, f"{place}.estimate")
+    else:
+        try:
+            kind = Replica.of_engine(Path(pool.engine))
+        except (TridentError, OSError) as exc:
+            raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
     return dataclasses.replace(kind, step=kind.step.of_texts(pool.acceptance, f"{place}.acceptance"))
 
 
-def load_of(pool: Pool, seed: int) -> tuple[_Load, tuple[float, ...]]:
-    """Return the mix at the peak hour, and requests per second by hour."""
-    rates = [one.rates() for one in pool.classes]
-    hourly = tuple(sum(of_class[hour] for of_class in rates) for hour in range(HOURS))
-    peak = hourly.index(max(hourly))
-    weights = tuple(of_class[peak] for of_class in rates)
-    return _Load(pool.classes, weights if any(weights) else (1.0,) * len(weights), seed), hourly
+def loads_of(pool: Pool, replica: Replica, seed: int, place: str) -> list[Load]:
+    """Return the mix of each hour that has requests, that with the most work first.
+
+    Raises InvalidArgument: too many of a class are too long.
+    """
+    by_hour = list(zip(*(one.rates() for one in pool.classes), strict=True))
+    if not any(map(any, by_hour)):
+        by_hour = [(1.0,) * len(pool.classes)]
+    day = Load(pool.classes, tuple(map(sum, zip(*by_hour, strict=True))), (), 0, seed)
+    day.means(replica.longest, place)
+    seconds = []
+    for one, requests in zip(pool.classes, day.weights, strict=True):
+        prompt, answer, part = _means(one, seed, replica.longest)
+        seconds.append(part / _most(replica, prompt / part, answer / part) if requests else 0.0)
+    loads = [
+        Load(pool.classes, weights, tuple(seconds), hour, seed) for hour, weights in enumerate(by_hour) if any(weights)
+    ]
+    return sorted(loads, key=lambda load: -load.work)
 
 
-def operating_point(replica: Replica, load: _Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
+def _alike(loads: Sequence[Load]) -> dict[Load, Load]:
+    """Return the mix whose operating point each one has: the first one's, or that of the most different ones."""
+    found = dict.fromkeys(loads, loads[0])
+    for _ in range(MOST_MIXES - 1):
+        farthest = max(loads, key=lambda load: load.apart(found[load]))
+        if farthest.apart(found[farthest]) <= ALIKE:
+            break
+        found |= {load: farthest for load in loads if load.apart(farthest) < load.apart(found[load])}
+    return found
+
+
+def _sequences(replica: Replica, input_tokens: float, output_tokens: float) -> float:
+    return max(1.0, min(replica.slots, replica.kv_tokens / (input_tokens + output_tokens)))
+
+
+def _most(replica: Replica, input_tokens: float, output_tokens: float) -> float:
+    """Return about how many requests per second a full replica ends."""
+    sequences = _sequences(replica, input_tokens, output_tokens)
+    context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
+    return sequences / replica.step.seconds(sequences, sequences * context, sequences * ratio) / output_tokens
+
+
+def operating_point(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
     """Return the most requests per second within the objectives, what they do, and what ends it.
 
     Raises InvalidArgument: an objective is missed by requests that are alone, or too many are too long.
     """
-    input_tokens, output_tokens, _ = load.means(replica.longest, place)
-    sequences = max(1.0, min(replica.slots, replica.kv_tokens / (input_tokens + output_tokens)))
-    context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
-    most = sequences / replica.step.seconds(sequences, sequences * context, sequences * ratio) / output_tokens
-    alone = forecast(replica, load.requests(most / 1000, 40))
-    if name := _missed(alone, slo):
-        got, least = getattr(slo, name), getattr(alone, f"{name[:-2]}_p95_s")
-        raise InvalidArgument(
-            f"{place}.slo.{name}", f"must be at least {least:.3g}, which requests alone take, got {got:g}"
-        )
-    count = min(MOST_REQUESTS, REQUESTS + ROUNDS * int(sequences))
-    low, high, best = most / 1000, 1.2 * most, alone
+    rate, found = _search(replica, load, slo, place)
+    return rate, found, _binds(replica, load, slo, place, rate)
+
+
+def _search(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast]:
+    count = _count(replica, load, place)
+    low, high, best = 0.0, _capacity(replica, load, place, count), None
     for _ in range(SEARCH):
         rate = (low + high) / 2
-        found = forecast(replica, load.requests(rate, count), count // 4)
-        if found.stable and not _missed(found, slo):
+        found = _simulated(replica, load, rate, count)
+        if _within(found, slo):
             low, best = rate, found
         else:
             high = rate
-    over = forecast(replica, load.requests(1.3 * low, count), count // 4)
-    if name := _missed(over, Slo(itl_s=slo.itl_s)):
-        return low, best, name
+    if best is None:
+        name = _missed(found, slo)
+        assert name, "no queue grows at a five-hundredth of the capacity"
+        got, least = getattr(slo, name), getattr(found, f"{name[:-2]}_p95_s")
+        problem = f"must be at least {least:.3g}, which requests alone take at hour {load.hour}, got {got:g}"
+        raise InvalidArgument(f"{place}.slo.{name}", problem)
+    return low, best
+
+
+def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float) -> str:
+    """Return what ends the operating point ``rate``."""
+    count = _count(replica, load, place)
+    over = _simulated(replica, load, 1.3 * rate, count)
     if max(over.full_slots, over.full_kv) > 0.5:
-        return low, best, "kv" if over.full_kv > over.full_slots else "slots"
-    return low, best, _missed(over, slo) or "steps"
+        lacked, more = "slots", dataclasses.replace(replica, slots=2 * replica.slots)
+        if over.full_kv > over.full_slots:
+            same = replica.longest  # whatever the cache holds
+            lacked, more = "kv", dataclasses.replace(replica, kv_tokens=2 * replica.kv_tokens, max_seq_len=same)
+        # Slots are full whatever an overloaded replica lacks.
+        gained = _capacity(more, load, place, count) / _capacity(replica, load, place, count)
+        if gained > GAINS and _within(_simulated(more, load, GAINS * rate, count), slo):
+            return lacked
+    return _missed(over, slo) or "steps"
+
+
+def _count(replica: Replica, load: Load, place: str) -> int:
+    """Return the requests of a simulated load."""
+    input_tokens, output_tokens, _ = load.means(replica.longest, place)
+    return min(MOST_REQUESTS, REQUESTS + ROUNDS * int(_sequences(replica, input_tokens, output_tokens)))
+
+
+@cache
+def _capacity(replica: Replica, load: Load, place: str, count: int) -> float:
+    """Return the requests per second that a replica ends when more of them come."""
+    input_tokens, output_tokens, refused = load.means(replica.longest, place)
+    full = _simulated(replica, load, 1.5 * _most(replica, input_tokens, output_tokens), count)
+    # Their lengths are not quite the mean ones: neither more requests nor more tokens than it ends.
+    return min(full.requests_per_s, full.tokens_per_s / output_tokens) / (1 - refused)
+
+
+def _simulated(replica: Replica, load: Load, rate: float, count: int) -> Forecast:
+    return forecast(replica, load.requests(rate, count), count // 4)
+
+
+def _within(found: Forecast, slo: Slo) -> bool:
+    return found.stable and not _missed(found, slo)
 
 
 def _missed(found: Forecast, slo: Slo) -> str:
@@ -258,12 +384,22 @@ def _beyond(price: Price, replicas: Sequence[int], reserved: int) -> tuple[int, 
 
 def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
     place = f"pools.{name}"
-    replica, (load, hourly) = kind_of(pool, place), load_of(pool, seed)
-    rate, found, binds = operating_point(replica, load, pool.slo, place)
-    input_tokens, output_tokens, refused = load.means(replica.longest, place)
-    replicas = replicas_by_hour(pool, hourly, rate)
+    replica = kind_of(pool, place)
+    loads = loads_of(pool, replica, seed, place)
+    load, alike = loads[0], _alike(loads)
+    points = {one: operating_point(replica, one, pool.slo, place) for one in dict.fromkeys(alike.values())}
+    rate, found, binds = points[load]
+    # Of two mixes that share an operating point, a replica does as much work.
+    by_hour = {one.hour: points[like][0] * (like.request_s / one.request_s) for one, like in alike.items()}
+    rates = tuple(by_hour.get(hour, rate) for hour in range(HOURS))
+    hourly = tuple(map(sum, zip(*(one.rates() for one in pool.classes), strict=True)))
+    as_first = tuple(per_s * rate / point for per_s, point in zip(hourly, rates, strict=True))
+    replicas = replicas_by_hour(pool, as_first, rate)
+    of_day = dataclasses.replace(load, weights=tuple(map(sum, zip(*(one.weights for one in loads), strict=True))))
+    input_tokens, output_tokens, refused = of_day.means(replica.longest, place)
     requests = 3600 * sum(hourly) * (1 - refused)
     cost = cost_of(pool.price, replicas, requests * (input_tokens + output_tokens), requests * output_tokens)
+    input_tokens, output_tokens, _ = load.means(replica.longest, place)
     context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
     batch = replica.step.operating_point(pool.slo.itl_s, replica.slots, round(context), ratio)
     step = replica.step
@@ -279,20 +415,23 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         output_tokens=output_tokens,
         refused=refused,
         longest=replica.longest,
+        hour=load.hour,
         rate=rate,
         forecast=found,
         binds=binds,
         moves=WHAT_MOVES[binds],
-        little=max(hourly) * found.e2e_mean_s,
+        little=hourly[load.hour] * found.e2e_mean_s,
         slots=replica.slots,
         kv_sequences=replica.kv_tokens / (input_tokens + output_tokens),
         decode_batch=batch,
         tokens_per_step=step.tokens_per_step,
         shares=_shares(replica, found.sequences, context, ratio),
+        others=[Mix(one.hour, point, ends) for one, (point, _, ends) in points.items() if one != load],
+        rates=rates,
         headroom=pool.headroom,
         replicas=replicas,
         cost=cost,
-        sensitivity=_sensitivity(pool, replica, load, hourly, place, rate, cost, replicas),
+        sensitivity=_sensitivity(pool, replica, load, as_first, place, rate, cost, replicas),
         check=_check(name, pool, path, rate, load),
     )
 
@@ -303,7 +442,7 @@ def _checked(folder: Path, made: str) -> dict[str, float]:
     return kept["errors"] if kept.get("of") == made else {}
 
 
-def _check(name: str, pool: Pool, path: Path, rate: float, load: _Load) -> str:
+def _check(name: str, pool: Pool, path: Path, rate: float, load: Load) -> str:
     """Return the command that checks the forecast: here, or of an estimate on such a replica."""
     if pool.engine:
         return shlex.join(["python", "-m", "cluster", "plan", str(path), f"--check={name}"])
@@ -333,14 +472,14 @@ def _shares(replica: Replica, sequences: float, context: float, ratio: float) ->
         "context": step.context_token_s * sequences * context,
         "prefill": whole - step.seconds(sequences, sequences * context, 0),
     }
-    parts["sequences"] = whole - sum(parts.values())
+    parts["sequences"] = max(0.0, whole - sum(parts.values()))
     return {name: seconds / whole for name, seconds in parts.items()}
 
 
 def _sensitivity(
     pool: Pool,
     replica: Replica,
-    load: _Load,
+    load: Load,
     hourly: tuple[float, ...],
     place: str,
     rate: float,
@@ -349,7 +488,8 @@ def _sensitivity(
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return the change of cost, else of replica-hours, in per cent for each input less and more 20 per cent.
 
-    rate: the operating point, which requests, headroom and prices do not change.
+    hourly: requests per second of the load's mix that need each hour's replicas. rate: the operating point, which
+    requests, headroom and prices do not change; those of other mixes change with it.
     """
 
     def value(cost: Cost, replicas: Sequence[int]) -> float:
@@ -378,7 +518,7 @@ def _sensitivity(
         point = rate
         if (kind, mix, other.slo) != (replica, load, pool.slo):
             try:
-                point, _, _ = operating_point(kind, mix, other.slo, place)
+                point, _ = _search(kind, mix, other.slo, place)
             except InvalidArgument:
                 return None
         count = replicas_by_hour(other, rates, point)

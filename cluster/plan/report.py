@@ -20,6 +20,7 @@ def described(plan: PoolPlan, currency: str) -> str:
     if plan.source != step_model.ROOFLINE:
         origin += f"; its points are within {plan.error_p50_percent:.0f} % (p50), {plan.error_p95_percent:.0f} % (p95)"
     shares = ", ".join(f"{name} {part:.0%}" for name, part in plan.shares.items())
+    tokens_per_s = plan.rate * (1 - plan.refused) * plan.output_tokens
     bounds = f"{plan.slots} slots; KV cache for {plan.kv_sequences:.0f} sequences; ITL for {plan.decode_batch}"
     latencies = f"TTFT p50 {at.ttft_p50_s:.3f}, p95 {at.ttft_p95_s:.3f}; ITL mean {at.itl_mean_s:.4f}"
     rows = [
@@ -27,14 +28,17 @@ def described(plan: PoolPlan, currency: str) -> str:
         ("step model", origin),
         ("forecasts", _errors(plan.checked)),
         ("a request", f"{plan.input_tokens:.0f} tokens in, {plan.output_tokens:.0f} out, in the mean"),
-        ("one replica", f"{plan.rate:.3g} requests/s, {plan.rate * plan.output_tokens:.0f} tokens/s out"),
+        ("one replica", f"{plan.rate:.3g} requests/s, {tokens_per_s:.0f} tokens/s out"),
         ("its batch", f"{at.sequences:.1f} sequences, busy {at.busy:.0%} of the time; a step is {shares}"),
         ("seconds", f"{latencies}, p95 {at.itl_p95_s:.4f}; end to end p95 {at.e2e_p95_s:.2f}"),
         ("bounds", bounds),
         ("binds", f"{plan.binds}; {plan.moves}"),
-        ("peak", f"{max(plan.requests_per_s):.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
+        ("peak", f"{plan.requests_per_s[plan.hour]:.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
         ("replicas", f"{max(plan.replicas)} at the peak, with {plan.headroom:.0%} headroom"),
     ]
+    if plan.others:
+        others = "; ".join(f"hour {one.hour}: {one.rate:.3g} requests/s ({one.binds})" for one in plan.others)
+        rows.insert(9, ("other mixes", f"above is hour {plan.hour}, with the most work; {others}"))
     if plan.refused:
         rows.insert(4, ("refused", f"{plan.refused:.2%} of the requests, longer than {plan.longest} tokens"))
     if plan.tokens_per_step > 1:
@@ -50,6 +54,8 @@ def described(plan: PoolPlan, currency: str) -> str:
     lines = [f"pool {plan.name}", *(f"  {name:<16}{text}" for name, text in rows), ""]
     lines.append(_row("hour", range(HOURS), 6))
     lines.append(_row("requests/s", (f"{rate:.3g}" for rate in plan.requests_per_s), 6))
+    if plan.others:
+        lines.append(_row("one replica's", (f"{rate:.3g}" for rate in plan.rates), 6))
     lines += [_row("replicas", plan.replicas, 6), ""]
     lines.append(_row(f"{'cost' if cost.day else 'replica-hours'}, if", ("-20 %", "+20 %"), 9))
     for name, changes in plan.sensitivity.items():

@@ -201,6 +201,12 @@ def test_the_operating_point_is_the_last_one_within_the_limit(model, limit_s, mo
     assert n == most or model.seconds(n + 1, (n + 1) * context, (n + 1) * prefill) > limit_s
 
 
+def test_the_operating_point_may_be_beyond_the_streams_whose_tokens_wait_least():
+    model = dataclasses.replace(CORES, first_sequence_s=0.0, sequence_s=0.0002)
+    assert model.seconds(32, 3200, 0) > 0.031 > model.seconds(33, 3300, 0)
+    assert model.operating_point(0.031, 64, 100) == max(n for n in range(65) if model.seconds(n, n * 100, 0) <= 0.031)
+
+
 def engine(tmp_path, **changes):
     (tmp_path / manifest.FILE_NAME).write_text("{}")
     digest = manifest.sha256_file(tmp_path / manifest.FILE_NAME)

@@ -21,6 +21,7 @@ parameters = 8.0
 layers = 32
 kv_heads = 8
 head_dim = 128
+max_batch_size = 16
 [pools.main.price]
 on_demand = 1.0
 [[pools.main.classes]]
@@ -34,7 +35,7 @@ output = 50
 @pytest.fixture
 def scenario(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 0)
+    monkeypatch.setattr(planner, "ROUNDS", 10)
     monkeypatch.setattr(planner, "SEARCH", 2)
     (tmp_path / "a.toml").write_text(FILE)
     return tmp_path / "a.toml"
@@ -72,7 +73,7 @@ def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, capsys)
 
 def test_a_reader_that_reads_no_further_ends_the_plan_quietly(scenario: Path):
     program = (
-        "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 0, 2; "
+        "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 10, 2; "
         f"from cluster.plan.command_line import main; raise SystemExit(main([{str(scenario)!r}]))"
     )
     reading, writing = os.pipe()

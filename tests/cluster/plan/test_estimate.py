@@ -15,7 +15,7 @@ from cluster.plan.scenario import Accelerator
 from contract.errors import InvalidArgument
 from tests.cluster.plan.scenarios import table
 
-GIVEN = table()["pools"]["main"]["estimate"]
+GIVEN = table()["pools"]["main"]["estimate"] | {"max_batch_size": 256}
 MEASURED = json.loads((Path(__file__).parent / "h100_steps.json").read_text("utf-8"))["models"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import shlex
 from pathlib import Path
 
@@ -12,12 +13,18 @@ from hypothesis import strategies as st
 
 from benchmarks import arrivals, lengths
 from cluster.plan import planner
+from cluster.plan.engine import Replica
 from cluster.plan.planner import cost_of, operating_point, replicas_by_hour
+from cluster.plan.replica import closed_loop
 from cluster.plan.scenario import Price, Slo, of_table
 from contract.errors import InvalidArgument
+from contract.step_model import StepModel
 from tests.cluster.plan.scenarios import REPLICA, table
 
 POOL = of_table(table()).pools["main"]
+PLAIN = StepModel(
+    manifest_sha256="", machine="", source="measured", made="", step_s=0.01, sequence_s=0.001, prefill_token_s=0.0001
+)
 counts = st.lists(st.integers(0, 40), min_size=24, max_size=24)
 
 
@@ -27,8 +34,12 @@ def short(monkeypatch):
     monkeypatch.setattr(planner, "ROUNDS", 4)
 
 
+def one_class(prompt, answer, requests_per_s=1.0):
+    return {"name": "some", "requests_per_s": requests_per_s, "input": prompt, "output": answer}
+
+
 def load(**pool):
-    return planner.load_of(of_table(table(**pool)).pools["main"], 0)[0]
+    return planner.loads_of(of_table(table(**pool)).pools["main"], REPLICA, 0, "pools.main")[0]
 
 
 @settings(max_examples=30)
@@ -134,6 +145,98 @@ def test_an_objective_that_a_request_alone_misses_is_refused_by_name():
         operating_point(short, load(), Slo(), "pools.main")
 
 
+LONG = {"p50": 200, "p95": 800, "most": 2000}, {"p50": 100, "p95": 400, "most": 1000}
+
+
+@pytest.mark.parametrize(
+    ("replica", "lengths"),
+    [
+        (Replica(PLAIN, 8, 8192, 10**6), LONG),
+        (Replica(PLAIN, 64, 8192, 10**6), (200, 150)),
+        (Replica(PLAIN, 16, 8192, 20_000), ({"p50": 2000, "p95": 4000, "most": 6000}, 100)),
+    ],
+)
+def test_without_objectives_the_operating_point_is_what_a_full_replica_does(monkeypatch, replica, lengths):
+    monkeypatch.setattr(planner, "REQUESTS", 2000)
+    mix = load(classes=[one_class(*lengths)])
+    draws, clients = random.Random(9), 2 * replica.slots
+    full = closed_loop(replica, iter(lambda: mix.lengths(draws), None), clients, 1000.0, 100.0)
+    rate, found, _ = operating_point(replica, mix, Slo(), "pools.main")
+    assert 0.92 * full.requests_per_s < rate < 1.03 * full.requests_per_s
+    assert rate * mix.means(replica.longest, "")[1] == pytest.approx(found.tokens_per_s, rel=0.05)
+
+
+def test_an_objective_between_what_few_and_many_requests_alone_take_is_refused(monkeypatch):
+    monkeypatch.setattr(planner, "REQUESTS", 600)
+    replica, mix = Replica(PLAIN, 8, 8192, 10**6), dataclasses.replace(load(classes=[one_class(*LONG)]), seed=1)
+    with pytest.raises(InvalidArgument, match=r"slo.e2e_s: must be at least [4-5][.\d]*, which requests alone take"):
+        operating_point(replica, mix, Slo(e2e_s=3.75), "pools.main")
+    rate, found, _ = operating_point(replica, mix, Slo(e2e_s=5.5), "pools.main")
+    assert rate > 0.3 and found.e2e_p95_s <= 5.5
+
+
+@pytest.mark.parametrize("slots", [16, 32])
+def test_slots_do_not_bind_where_more_of_them_gain_nothing(slots):
+    replica = Replica(dataclasses.replace(PLAIN, prefill_token_s=0.0005), slots, 8192, 10**6)
+    _, _, binds = operating_point(replica, load(classes=[one_class(2000, 20)]), Slo(), "pools.main")
+    assert binds == "steps"
+
+
+def test_an_estimate_does_not_draft():
+    with pytest.raises(InvalidArgument, match=r"pools.main.acceptance: must be left out: the engine does not draft"):
+        planner.plan(of_table(table(acceptance=0.5)), Path("a.toml"))
+
+
+DAY = [0.0] * 8 + [1.0] * 12 + [0.0] * 4
+
+
+def chat_and_batch(chat_per_s: float, batch_per_s: float):
+    """Return chats by day and long requests by night."""
+    chat = one_class(100, 50, [chat_per_s * part for part in DAY])
+    return [chat, one_class(6000, 1000, [batch_per_s * (1 - part) for part in DAY])]
+
+
+def test_replicas_and_tokens_are_those_of_each_hours_mix(few):
+    chat, batch = chat_and_batch(40.0, 5.0)
+    alone = [planner.plan(of_table(table(slo={}, classes=[one])), Path("a.toml"))[0] for one in (chat, batch)]
+    [both] = planner.plan(of_table(table(slo={}, classes=[chat, batch])), Path("a.toml"))
+    assert both.hour == 0 and (both.input_tokens, both.output_tokens) == (6000, 1000)
+    assert both.rate == pytest.approx(alone[1].rate) and both.little == pytest.approx(5 * both.forecast.e2e_mean_s)
+    assert [(one.hour, one.rate) for one in both.others] == [(8, pytest.approx(alone[0].rate))]
+    assert max(alone[1].replicas) > 2 * max(alone[0].replicas)
+    assert both.replicas == tuple(map(max, alone[0].replicas, alone[1].replicas))
+    assert both.rates[0] == both.rate and both.rates[8] == both.others[0].rate
+    tokens = 12 * 3600 * (40 * 150 + 5 * 7000)
+    assert both.cost.per_1000_tokens == pytest.approx(1000 * both.cost.day / tokens)
+
+
+def test_an_objective_that_one_hours_requests_alone_miss_is_refused_with_the_hour(few):
+    given = table(slo={"e2e_s": 2.0}, classes=chat_and_batch(10_000.0, 0.1))
+    with pytest.raises(InvalidArgument, match=r"pools.main.slo.e2e_s: must be at least .* alone take at hour 0, got 2"):
+        planner.plan(of_table(given), Path("a.toml"))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5)), min_size=24, max_size=24))
+def test_hours_share_the_operating_point_of_a_mix_that_is_near(by_hour):
+    chats, batches = zip(*by_hour, strict=True)
+    classes = [one_class(100, 50, list(chats)), one_class(1000, 500, list(batches))]
+    loads = planner.loads_of(of_table(table(classes=classes)).pools["main"], REPLICA, 0, "pools.main")
+    found = planner._alike(loads)
+    mixes = set(found.values())
+    assert loads[0].work == max(one.work for one in loads) and found[loads[0]] == loads[0]
+    assert len(mixes) <= planner.MOST_MIXES and all(found[mix] == mix for mix in mixes)
+    for one, mix in found.items():
+        assert one.apart(mix) == min(one.apart(other) for other in mixes)
+        assert len(mixes) == planner.MOST_MIXES or one.apart(mix) <= planner.ALIKE
+
+
+def test_hours_of_one_mix_have_one_operating_point_whatever_their_requests(few):
+    users = [float(10 + hour) for hour in range(24)]
+    [found] = planner.plan(of_table(table(classes=[one_class(100, 50, users)] * 2)), Path("a.toml"))
+    assert not found.others and found.rates == pytest.approx([found.rate] * 24) and found.hour == 23
+
+
 def test_requests_that_are_too_long_are_told_and_not_paid_for(few, monkeypatch):
     one = table()["pools"]["main"]["classes"][0] | {"input": {"p50": 200, "p95": 250, "most": 9000}, "output": 5}
     monkeypatch.setattr(planner, "kind_of", lambda pool, place: dataclasses.replace(REPLICA, max_seq_len=265))
@@ -146,9 +249,9 @@ def test_requests_that_are_too_long_are_told_and_not_paid_for(few, monkeypatch):
 def test_so_many_requests_are_simulated_at_most(few, monkeypatch):
     monkeypatch.setattr(planner, "ROUNDS", 10)
     monkeypatch.setattr(planner, "MOST_REQUESTS", 50)
-    counts, requests = [], planner._Load.requests
+    counts, requests = [], planner.Load.requests
     monkeypatch.setattr(
-        planner._Load, "requests", lambda load, rate, count: counts.append(count) or requests(load, rate, count)
+        planner.Load, "requests", lambda load, rate, count: counts.append(count) or requests(load, rate, count)
     )
     operating_point(REPLICA, load(), Slo(), "pools.main")
     assert max(counts) == 50
@@ -195,7 +298,7 @@ def test_the_highest_price_that_is_allowed_is_planned(few):
 def few(monkeypatch):
     """Simulate few requests."""
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 0)
+    monkeypatch.setattr(planner, "ROUNDS", 10)
     monkeypatch.setattr(planner, "SEARCH", 2)
 
 

@@ -51,6 +51,14 @@ def test_more_load_never_shortens_and_slots_hold():
     assert over.requests_per_s < 200
 
 
+def test_a_queue_that_grows_slowly_is_told_from_one_that_does_not():
+    most = closed_loop(REPLICA, iter(lambda: (100, 20), None), 32, 100.0, 10.0).requests_per_s
+    at = {
+        part: forecast(REPLICA, [Request(n / (part * most), 100, 20) for n in range(800)], 200) for part in (0.98, 1.08)
+    }
+    assert at[0.98].stable and not at[1.08].stable
+
+
 def test_littles_law_holds():
     found = forecast(REPLICA, [Request(n / 10, 100, 20) for n in range(400)], 100)
     inside_s = found.e2e_mean_s - STEP.request_s

@@ -11,7 +11,7 @@ from tests.cluster.plan.scenarios import table
 
 def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 0)
+    monkeypatch.setattr(planner, "ROUNDS", 10)
     monkeypatch.setattr(planner, "SEARCH", 2)
     [found] = planner.plan(of_table(table(price={})), tmp_path)
     found.sensitivity["output"] = (-3.0, None)
@@ -19,4 +19,9 @@ def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_
     assert "its points" not in text and "refused" not in text
     assert "0.50% of the requests, longer than" in report.described(dataclasses.replace(found, refused=0.005), "$")
     assert "its points are within" in report.described(dataclasses.replace(found, source="published"), "$")
+    assert "other mixes" not in text and "one replica's" not in text
+    mixed = dataclasses.replace(found, hour=3, others=[planner.Mix(8, 370.2, "slots"), planner.Mix(9, 41.0, "kv")])
+    told = report.described(mixed, "$")
+    assert "above is hour 3, with the most work; hour 8: 370 requests/s (slots); hour 9: 41 requests/s (kv)" in told
+    assert "one replica's" in told
     assert "missed" in text and "-3 %" in text and "replica-hours, if" in text and "a month" not in text
