@@ -51,27 +51,35 @@ _PROMPT_LOOKUP = {"mode": "prompt_lookup"}
 GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3, "NoWheel": 3}  # by error; any other is 1
+# Sources that shape the files or the choice of a setting; tests/build/test_engine.py says which imports are left out.
 _BUILDER = (
     "base/architecture.py",
+    "base/checkpoint.py",
     "base/gguf_file.py",
-    "model/calibration.py",
-    "recipe/choice.py",
-    "package/compile_cpu.py",
-    "model/decoder.py",
-    "model/exported_graph.py",
-    "model/detokenizer.py",
-    "package/draft.py",
-    "package/draft_length.py",
-    "package/tuning.py",
-    "model/gptq.py",
-    "model/smoothquant.py",
-    "model/graph.py",
-    "model/lora_adapter.py",
-    "model/lora_graph.py",
     "base/numerics.py",
     "base/rope.py",
     "base/shards.py",
+    "demo_model/corpus.py",
+    "model/calibration.py",
+    "model/decoder.py",
+    "model/detokenizer.py",
+    "model/exported_graph.py",
+    "model/gptq.py",
+    "model/graph.py",
+    "model/lora_adapter.py",
+    "model/lora_graph.py",
+    "model/openvino_engine.py",
+    "model/smoothquant.py",
     "model/weights.py",
+    "package/compile_cpu.py",
+    "package/draft.py",
+    "package/draft_length.py",
+    "package/side_files.py",
+    "package/tuning.py",
+    "quality/comparison.py",
+    "quality/evaluation.py",
+    "quality/sanity.py",
+    "recipe/choice.py",
 )
 
 
@@ -122,15 +130,15 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder), any_family=True)
     shape = dataclasses.replace(shape, architecture=checkpoint.architecture)
-    here = host.memory_bytes()
-    require(recipe, judge(Case(recipe, shape, memory_here=here)))
-    side_files.check(checkpoint.folder, notify)
     draft = opened_draft(recipe)
+    case = Case(recipe, shape, memory_here=host.memory_bytes(), draft=draft.architecture if draft else None)
+    require(recipe, judge(case))
+    side_files.check(checkpoint.folder, notify)
     if draft is not None:
         drafts.check(checkpoint, draft)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
-    fitting = [each for each in candidates if not refused(check(Case(each, shape, memory_here=here)))]
+    fitting = [each for each in candidates if not refused(check(dataclasses.replace(case, recipe=each)))]
     if left_out := [choice.words(each) for each in candidates if each not in fitting]:
         notify(f"not tried, because this machine has too little memory: {'; '.join(left_out)}")
     against = evaluation.ReferenceRun(checkpoint, notify, recipe.max_seq_len)
@@ -413,7 +421,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing; needs no GPU")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: limits, formulas and estimates too")
-    parser.add_argument("--accept-quality", metavar="REASON", help="publish it beyond its quality budget; recorded")
+    parser.add_argument(
+        "--accept-quality",
+        metavar="REASON",
+        help="publish it beyond its quality budget, or unmeasured where rule Q4 warns; recorded",
+    )
     parser.add_argument(
         "--otherwise", metavar="NAME", help="the engine to build if the wheel that holds the model cannot be had"
     )
@@ -464,7 +476,7 @@ def _build_or(recipe: Recipe, options: argparse.Namespace) -> None:
 def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
     from build.package import plan as plans
 
-    made = plans.make(recipe, shapes.find(recipe.model, any_family=recipe.kind == schema.CPU))
+    made = plans.make(recipe, shapes.find(recipe.model, recipe.kind == schema.CPU, recipe.revision))
     given = {"--model": options.model, "--precision": options.precision}  # what no recipe file says
     extra = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     stages = [

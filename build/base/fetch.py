@@ -63,7 +63,18 @@ def fetch(
         folder = _download(model, revision, into)
         if left := _damaged(folder):
             raise InvalidArgument("model", f"{model}: {left[0].name} is damaged, and so is what the hub gives")
+    if into is not None:
+        _remove_earlier(folder)
     return folder
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Removes what an earlier commit of a branch left: files that the download found no more in the hub's list."""
+    commit = _note(folder, "config.json")[:1]
+    for path in sorted(folder.iterdir()):
+        of = _note(folder, path.name)[:1]
+        if path.is_file() and commit and of and of != commit:
+            path.unlink()
 
 
 def _damaged(folder: Path) -> list[Path]:
@@ -80,12 +91,17 @@ def _damaged(folder: Path) -> list[Path]:
 
 
 def _expected_in(folder: Path, name: str) -> str | None:
-    """The hash that the hub gave for a file of a folder of ours, as huggingface_hub notes it beside the files."""
-    note = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    """The hash that the hub gave for a file of a folder of ours."""
+    return next(iter(_note(folder, name)[1:2]), None)
+
+
+def _note(folder: Path, name: str) -> list[str]:
+    """Commit, hash and time of a file of a folder of ours, as huggingface_hub notes them beside the files; or []."""
     try:
-        return note.read_text(encoding="utf-8").splitlines()[1].strip()
-    except (OSError, IndexError):
-        return None
+        note = (folder / ".cache" / "huggingface" / "download" / f"{name}.metadata").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    return [line.strip() for line in note.splitlines()]
 
 
 def _has_hash(path: Path, expected: str) -> bool:

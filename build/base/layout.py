@@ -13,9 +13,10 @@ FETCHED = ROOT / ".cache" / "models"
 MODEL_REPOSITORY = ROOT / "model_repository"
 
 
-def fetched_model(hub_id: str) -> Path:
-    """Where the files of a hub model are put."""
-    return FETCHED / hub_id.replace("/", "--")
+def fetched_model(hub_id: str, revision: str | None = None) -> Path:
+    """Where the files of a hub model are put, of each named revision apart."""
+    name = f"{hub_id}@{revision}" if revision else hub_id
+    return FETCHED / name.replace("/", "--")
 
 
 def checkpoint(engine: str) -> Path:

@@ -66,10 +66,10 @@ def local_folder(model: str) -> Path | None:
     return gguf_folder.of(path) if is_folder or (is_file and path.suffix == gguf_folder.SUFFIX) else None
 
 
-def find(model: str, any_family: bool = False) -> Shape:
+def find(model: str, any_family: bool = False, revision: str | None = None) -> Shape:
     """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it is unknown."""
     folder = local_folder(model)
-    folders = [folder] if folder is not None else _hub_folders(model) if HUB_ID.fullmatch(model) else []
+    folders = [folder] if folder is not None else _hub_folders(model, revision) if HUB_ID.fullmatch(model) else []
     for candidate in folders:
         if (candidate / "config.json").is_file():
             return _read(model, candidate / "config.json", any_family)
@@ -82,21 +82,21 @@ def find(model: str, any_family: bool = False) -> Shape:
         raise UnknownShape(
             "model", f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
         )
-    expected = layout.relative(layout.fetched_model(model))
+    expected, at = layout.relative(layout.fetched_model(model, revision)), f"--revision {revision} " if revision else ""
     raise UnknownShape(
         "model",
-        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json "
+        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json {at}"
         f"--local-dir {expected}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
     )
 
 
-def _hub_folders(model: str) -> list[Path]:
+def _hub_folders(model: str, revision: str | None) -> list[Path]:
     """Where a hub model's files may be already: our own folder, then the snapshots of the hub's cache, newest first."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     snapshots = (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*")
     newest_first = sorted(snapshots, key=lambda path: path.stat().st_mtime, reverse=True)
-    return [layout.fetched_model(model), *newest_first]
+    return [layout.fetched_model(model, revision), *newest_first]
 
 
 def _read(model: str, path: Path, any_family: bool) -> Shape:

@@ -163,19 +163,20 @@ def _split_of(relative: Path) -> str | None:
 def _read_file(file: Path, column: str) -> Iterable[str]:
     try:
         if file.suffix == ".txt":
-            return [file.read_text(encoding="utf-8")]
+            return [file.read_text(encoding="utf-8-sig")]
         rows: list[tuple[int, object]]
         if file.suffix == ".csv":
-            with file.open(newline="", encoding="utf-8") as table:
+            csv.field_size_limit(max(csv.field_size_limit(), file.stat().st_size))  # else 131,072 characters of a text
+            with file.open(newline="", encoding="utf-8-sig") as table:
                 rows = list(enumerate(csv.DictReader(table), 2))
         elif file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8").split("\n")
+            lines = file.read_text(encoding="utf-8-sig").split("\n")
             rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
         elif file.suffix == ".json":
-            rows = list(enumerate(json.loads(file.read_text(encoding="utf-8")), 1))
+            rows = list(enumerate(json.loads(file.read_text(encoding="utf-8-sig")), 1))
         else:
             raise InvalidArgument("calibration.dataset", f"must be a {', '.join(SUFFIXES)} file, got {file}")
-    except (ValueError, TypeError, UnicodeDecodeError) as exc:
+    except (ValueError, TypeError, csv.Error) as exc:
         raise InvalidArgument("calibration.dataset", f"{file} is not valid {file.suffix[1:]} in UTF-8: {exc}") from exc
     return [_text_of(row, column, file, number) for number, row in rows]
 

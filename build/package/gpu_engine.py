@@ -20,11 +20,14 @@ from build.base import shape as shapes
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch
 from build.base.hardware import present
+from build.base.json_fields import BadField, read_object
+from build.base.shape import Shape
 from build.base.stage_record import StageRecords
 from build.model import lora_adapter
 from build.package import compile_trtllm, container, engine_folder, model_configs, side_files
 from build.package import plan as plans
 from build.package.stage import CONTAINER, Stage
+from build.quality import evaluation
 from build.quantise import environment
 from build.recipe import commands, provenance
 from build.recipe.recipe import Recipe
@@ -34,16 +37,33 @@ from contract.errors import EngineFailed, Unavailable
 Notify = Callable[[str], None]
 
 STEPS = tuple(f"trtllm/{model}.pbtxt" for model in model_configs.BARE_ENGINE_STEPS)
-# The sources that decide what a stage leaves. A change in one makes the stage run again.
+# The sources that decide what a stage leaves. A change in one makes the stage run again. Which imports of quantise and
+# verify are left out, tests/build/package/test_gpu_engine.py says.
 SOURCES = {
-    "quantise": ("quantise/quantize.py", "recipe/quantization.py", "quantise/exporters.py", "model/calibration.py"),
+    "quantise": (
+        "base/architecture.py",
+        "base/rope.py",
+        "demo_model/corpus.py",
+        "model/calibration.py",
+        "quantise/exporters.py",
+        "quantise/quantize.py",
+        "recipe/quantization.py",
+    ),
     "verify": (
-        "quality/evaluation.py",
-        "quality/comparison.py",
-        "quality/sanity.py",
-        "model/decoder.py",
-        "quantise/quantised_linear.py",
+        "base/architecture.py",
+        "base/checkpoint.py",
         "base/numerics.py",
+        "base/rope.py",
+        "base/shards.py",
+        "demo_model/corpus.py",
+        "model/calibration.py",
+        "model/decoder.py",
+        "quality/comparison.py",
+        "quality/evaluation.py",
+        "quality/sanity.py",
+        "quantise/hf_quantised.py",
+        "quantise/quantised_linear.py",
+        "quantise/trtllm_checkpoint.py",
     ),
     "compile": (),
     "package": ("package/model_configs.py", "package/gpu_adapters.py", *STEPS),
@@ -72,7 +92,7 @@ class _Build:
     def run(self) -> Path:
         recipe = self._recipe
         model = self._fetch()
-        plan = plans.make(recipe, shapes.find(recipe.model))
+        plan = plans.make(recipe, self._shape())
         require(recipe, plan.findings)
         for finding in plan.findings:
             self._notify(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
@@ -99,8 +119,11 @@ class _Build:
         if argv is None:
             return self._opened(fetch(self._recipe.model))
         self._notify(f"fetch: $ {commands.line(environment.run_by(argv))}")
-        into = layout.fetched_model(self._recipe.model)
+        into = layout.fetched_model(self._recipe.model, self._recipe.revision)
         return self._opened(fetch(self._recipe.model, self._recipe.revision, into))
+
+    def _shape(self) -> Shape:
+        return shapes.find(self._recipe.model, revision=self._recipe.revision)
 
     def _opened(self, folder: Path) -> Checkpoint:
         checkpoint = open_checkpoint(folder)
@@ -119,6 +142,8 @@ class _Build:
         else:
             started_s = time.monotonic()
             self._notify(f"{stage.name}: {problem}")
+            if stage.name in ("quantise", "convert", "verify"):
+                evaluation.unmeasured(self._recipe, self._accept)  # before it costs time, not at its end
             self._records.forget(stage.name)
             engine_folder.require_room(self._folder.parent, stage.disk_bytes)
             (self._folder / "manifest.json").unlink(missing_ok=True)  # half-built: not to be served
@@ -130,8 +155,13 @@ class _Build:
     def _sources(self, stage: str) -> dict[str, str]:
         sources = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
         recipe = self._recipe
-        if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.texts.dataset)):
-            sources["texts"] = texts
+        if stage in ("quantise", "convert"):
+            placed = commands.put_in_place(recipe, self._shape())
+            sources |= {"modelopt": commands.modelopt(), "heads": str(placed and commands.draft_mode(recipe))}
+            if texts := provenance.texts_sha256(recipe.texts.dataset):
+                sources["texts"] = texts
+        if stage != "package":
+            sources["environment"] = digest.sha256_json(recipe.environment)
         if stage == "verify":
             sources["budget"] = repr(recipe.quality)
         if stage in ("compile", "package"):
@@ -142,7 +172,20 @@ class _Build:
         return sources
 
     def _quantise(self, stage: Stage) -> list[Path]:
-        output = layout.checkpoint(self._recipe.name)
+        output, mode = layout.checkpoint(self._recipe.name), commands.draft_mode(self._recipe)
+        where, architecture = layout.relative(output), _architecture(output)
+        if commands.put_in_place(self._recipe, self._shape()):
+            begins = commands.HEADS[str(mode)]
+            if not architecture.startswith(begins):
+                raise Unavailable(
+                    f"{where}/config.json: architecture must begin with {begins!r}, got {architecture or 'no file'}: "
+                    f"no stage makes the draft heads of mode {mode!r}, so put the checkpoint in place first (rule U2)"
+                )
+            return [output]
+        if any(other != mode and architecture.startswith(begins) for other, begins in commands.HEADS.items()):
+            raise EngineFailed(
+                f"{where} is a checkpoint of {architecture}, which this recipe does not make: move it away"
+            )
         lines = self._quantise_lines(stage)
         shutil.rmtree(output, ignore_errors=True)
         self._execute(stage, lines)
@@ -171,10 +214,9 @@ class _Build:
 
     def _compile(self, stage: Stage) -> list[Path]:
         output, built_on = layout.compiled(self._recipe.name), layout.built_on(self._recipe.name)
-        shape = shapes.find(self._recipe.model)
         runtime = compile_trtllm.check_machine(self._recipe)
         shutil.rmtree(output, ignore_errors=True)
-        compile_trtllm.compile_trtllm(self._recipe, shape)
+        compile_trtllm.compile_trtllm(self._recipe, self._shape())
         lines = container.entered(["python3", "server/machine.py"], self._recipe, runtime)
         built_on.write_text(_answer(container.output(lines[-1], self._recipe, 300)) + "\n")
         return [output, built_on]
@@ -184,6 +226,14 @@ class _Build:
         for line in lines:
             if (status := container.run(line, self._recipe, log)) != 0:
                 raise EngineFailed(_failure(stage.name, status, log))
+
+
+def _architecture(checkpoint: Path) -> str:
+    """As the config.json of a TensorRT-LLM checkpoint names it; "" where there is none."""
+    try:
+        return str(read_object(checkpoint / "config.json").get("architecture", ""))
+    except (OSError, BadField):
+        return ""
 
 
 def _answer(output: str) -> str:

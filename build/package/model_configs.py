@@ -136,7 +136,8 @@ def _adapter_cache(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     modules, rank = commands.lora_modules(recipe)
     yield "lora_cache_optimal_adapter_size", str(rank), "A page of the adapters' caches holds one of the widest rank."
     yield "lora_cache_max_adapter_size", str(rank), ""
-    arch, held = shapes.find(recipe.model).architecture, recipe.adapter_cache or len(recipe.adapters)
+    arch = shapes.find(recipe.model, revision=recipe.revision).architecture
+    held = recipe.adapter_cache or len(recipe.adapters)
     # A page has as many slots for a matrix as the narrowest one's rows fit into it: less than twice its own size.
     width = 2 * (arch.hidden_size + max(arch.intermediate_size, arch.num_heads * arch.head_dim))
     size = 2 * held * rank * arch.num_layers * len(modules) * width
@@ -168,7 +169,7 @@ def render(recipe: Recipe) -> str:
 
 def _in_type_of(recipe: Recipe, config: str) -> str:
     """The configuration with lora_weights in the model's type, else the backend refuses them."""
-    half = commands.dtype(recipe, shapes.find(recipe.model)) == "float16"
+    half = commands.dtype(recipe, shapes.find(recipe.model, revision=recipe.revision)) == "float16"
     return re.sub(r'(name: "lora_weights" data_type: TYPE_)\w+', rf"\g<1>{'FP16' if half else 'BF16'}", config)
 
 

@@ -69,7 +69,7 @@ def image_stage(recipe: Recipe) -> Stage:
 def _fetch(recipe: Recipe, shape: Shape) -> Stage:
     size = 2 * shape.architecture.num_parameters()
     basis = f"2 bytes x parameters at {DOWNLOAD_BYTES_S / 1e6:g} MB/s"
-    writes = "the hub's cache" if recipe.kind == CPU else commands.model_dir(recipe.model)
+    writes = "the hub's cache" if recipe.kind == CPU else commands.model_dir(recipe.model, recipe.revision)
     return Stage(
         "fetch", HERE, False, tuple(commands.fetch(recipe) or ()), writes, size, size / DOWNLOAD_BYTES_S, basis
     )

@@ -27,6 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from build.base import layout, program
+from build.base import shape as shapes
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from build.base.shape import local_folder
@@ -239,15 +240,34 @@ def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = Non
     """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
     path = layout.evaluation(recipe.name)
     path.unlink(missing_ok=True)  # what another checkpoint scored says nothing of this one
-    model = local_folder(recipe.model) or layout.fetched_model(recipe.model)
-    opened = open_checkpoint(model)
-    quantised, _ = comparison.open_candidate(layout.checkpoint(recipe.name))
-    engine = Simulated.of(quantised, opened.architecture.vocab_size, recipe.name, notify)
-    against = ReferenceRun(opened, notify, recipe.max_seq_len)
-    scores = evaluate(recipe.name, engine, against, recipe.quality, accept=accept)
+    scores = unmeasured(recipe, accept)
+    if scores is None:
+        opened = open_checkpoint(local_folder(recipe.model) or layout.fetched_model(recipe.model, recipe.revision))
+        quantised, _ = comparison.open_candidate(layout.checkpoint(recipe.name))
+        engine = Simulated.of(quantised, opened.architecture.vocab_size, recipe.name, notify)
+        against = ReferenceRun(opened, notify, recipe.max_seq_len)
+        scores = evaluate(recipe.name, engine, against, recipe.quality, accept=accept)
+    else:
+        notify(f"verify: {scores['verdict']['problems'][0]}, accepted because {accept}")
     scores |= scored(recipe)
     layout.write_whole(path, json.dumps(scores, indent=2) + "\n")
     return path
+
+
+def unmeasured(recipe: Recipe, accept: str | None) -> dict | None:
+    """What stands in place of scores for a checkpoint that verify cannot read (rule Q4); None for any other.
+
+    Raises InvalidArgument without a reason to accept it.
+    """
+    found = commands.unmeasured(recipe, shapes.find(recipe.model, revision=recipe.revision))
+    if found is None:
+        return None
+    problem = f"verify cannot read the checkpoint of a recipe with {found}"
+    if accept is None or not accept.strip():
+        got = "none" if accept is None else "an empty one"
+        must_be = f"must be a reason to package {recipe.name} unmeasured, because {problem} (rule Q4), got {got}"
+        raise InvalidArgument("accept_quality", must_be)
+    return {"verdict": {"passed": False, "override": accept, "problems": [f"not measured: {problem}"]}}
 
 
 def accepted(recipe: Recipe) -> dict:

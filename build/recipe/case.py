@@ -43,6 +43,7 @@ class Case:
 
     gpus_here: cards of this machine, None while planning for another one. rank_files: ``rank{N}.safetensors`` in the
     checkpoint, None before there is one. memory_here: bytes of this machine's memory, None where it does not matter.
+    draft: of the draft model, None without one and where it is not known.
     """
 
     recipe: Recipe
@@ -50,6 +51,7 @@ class Case:
     gpus_here: int | None = None
     rank_files: int | None = None
     memory_here: int | None = None
+    draft: Architecture | None = None
 
     @cached_property
     def algo(self) -> str | None:
@@ -91,7 +93,7 @@ class Case:
     @property
     def mode(self) -> str | None:
         """How draft tokens are made, None where none are."""
-        return self.spec.mode if self.spec else None
+        return commands.draft_mode(self.recipe)
 
     def on(self, option: str) -> bool:
         """Whether a switch or plugin of trtllm-build is in use."""

@@ -35,6 +35,13 @@ CONVERT_SWITCH = {
 # What adapters change: PEFT's names, and TensorRT-LLM's in the order of their ids, from 1.
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj down_proj up_proj".split()
 LORA_MODULES = "attn_q attn_k attn_v attn_dense mlp_h_to_4h mlp_4h_to_h mlp_gate".split()
+# Modes whose draft heads are in the checkpoint, and how the architecture in its config.json then begins.
+HEADS = {"eagle": "Eagle", "medusa": "Medusa", "explicit_draft_tokens": "ReDrafter"}
+# Options of quantize.py and convert_checkpoint.py that make what build/quantise/trtllm_checkpoint.py does not read.
+UNREAD = {
+    QUANTIZE: ("quantize_lm_head", "autoq_format"),
+    CONVERT: ("smoothquant", "use_qserve", "use_nvfp4", "use_meta_fp8_rowwise_recipe"),
+}
 MOUNT = "/trident"
 # From the repository root: serving has one environment, torch and ModelOpt another (build/quantise/environment.py).
 PYTHON, BUILD_PYTHON = ".venv/bin/python", ".venv-build/bin/python"
@@ -49,6 +56,32 @@ def checkpoint_route(recipe: Recipe, shape: Shape) -> str:
         # Only Llama's converter can write an FP8 KV cache (R34); quantize.py then only sets the algorithm (R22).
         return QUANTIZE if shape.family == "qwen" and recipe.kv_cache_precision == "fp8" else CONVERT
     return CONVERT if recipe.convert.get(CONVERT_SWITCH.get(recipe.precision, "")) else QUANTIZE
+
+
+def put_in_place(recipe: Recipe, shape: Shape) -> bool:
+    """Whether a person puts the checkpoint in place, because no stage writes its draft heads (rule U2)."""
+    mode = draft_mode(recipe)
+    return mode in HEADS and not (mode == "medusa" and checkpoint_route(recipe, shape) == QUANTIZE)
+
+
+def unmeasured(recipe: Recipe, shape: Shape) -> str | None:
+    """What of the recipe makes a checkpoint that verify cannot read (rule Q4), or None."""
+    if recipe.kind != TRTLLM:
+        return None
+    if draft_mode(recipe) in HEADS:
+        return f"speculative_decoding.mode {draft_mode(recipe)!r}"
+    if recipe.pp > 1:
+        return f"pp {recipe.pp}"
+    if recipe.precision == "nvfp4":
+        return "precision 'nvfp4'"
+    route = checkpoint_route(recipe, shape)
+    options = (quantize_options if route == QUANTIZE else convert_options)(recipe, shape)
+    return next((f"{route}.{key} {options[key]!r}" for key in UNREAD[route] if options.get(key)), None)
+
+
+def draft_mode(recipe: Recipe) -> str | None:
+    """How draft tokens are made, None where none are."""
+    return recipe.speculative_decoding.mode if recipe.speculative_decoding else None
 
 
 def calibrates(recipe: Recipe, shape: Shape) -> bool:
@@ -181,7 +214,11 @@ def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 
 
 def _format_options(recipe: Recipe, qformat: str) -> dict[str, object]:
-    options: dict[str, object] = {"model_dir": model_dir(recipe.model), "dtype": "bfloat16", "qformat": qformat}
+    options: dict[str, object] = {
+        "model_dir": model_dir(recipe.model, recipe.revision),
+        "dtype": "bfloat16",
+        "qformat": qformat,
+    }
     if recipe.kv_cache_precision != "auto":
         options["kv_cache_dtype"] = recipe.kv_cache_precision
     if "awq" in qformat:
@@ -200,7 +237,7 @@ def _calibration_options(recipe: Recipe) -> dict[str, object]:
 
 def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     """Options of the family's convert_checkpoint.py; the recipe's [convert] wins."""
-    options: dict[str, object] = {"model_dir": model_dir(recipe.model), "dtype": "bfloat16"}
+    options: dict[str, object] = {"model_dir": model_dir(recipe.model, recipe.revision), "dtype": "bfloat16"}
     if recipe.precision in ("int8_wo", "int4_wo"):
         options |= {"use_weight_only": True, "weight_only_precision": recipe.precision[:4]}
     if recipe.precision == "int8_sq":
@@ -224,7 +261,7 @@ def fetch(recipe: Recipe) -> list[str] | None:
         return None
     argv = [PYTHON, "-m", "build.base.fetch", recipe.model]
     argv += ["--revision", recipe.revision] if recipe.revision else []
-    return argv if recipe.kind == CPU else [*argv, "--into", model_dir(recipe.model)]
+    return argv if recipe.kind == CPU else [*argv, "--into", model_dir(recipe.model, recipe.revision)]
 
 
 def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
@@ -254,6 +291,8 @@ def problem_on_cpu(recipe: Recipe) -> str | None:
         return None  # the LLM API splits over ranks when it loads
     if recipe.pp > 1:
         return f"splits by tensor only, not over {recipe.pp} pipeline ranks"
+    if draft_mode(recipe) in HEADS:
+        return f"writes no draft heads of mode {draft_mode(recipe)!r}"
     if recipe.convert:
         return "does not know [convert]"
     unknown = sorted(_own_options(recipe).keys() - Quantization.__dataclass_fields__.keys())
@@ -326,10 +365,10 @@ def line(argv: Sequence[str]) -> str:
     return shlex.join(argv)
 
 
-def model_dir(model: str) -> str:
+def model_dir(model: str, revision: str | None = None) -> str:
     """Where the plan's commands find a model's files."""
     if is_hub_id(model):
-        return _path(layout.fetched_model(model))
+        return _path(layout.fetched_model(model, revision))
     return _path(local_folder(model) or Path(model))
 
 
@@ -361,6 +400,15 @@ def _path(path: Path) -> str:
 
 def exporter() -> str:
     """``optimum-intel==2.2.0``, as requirements/build.txt pins what exports graphs."""
+    return _pinned("optimum-intel")
+
+
+def modelopt() -> str:
+    """``nvidia-modelopt==0.37.0``, torch and transformers, as requirements/build.txt pins what quantises."""
+    return " ".join(_pinned(package) for package in ("nvidia-modelopt", "torch", "transformers"))
+
+
+def _pinned(package: str) -> str:
     text = (layout.ROOT / "requirements" / "build.txt").read_text(encoding="utf-8")
-    pinned = re.search(r"optimum-intel==\S+", text)
+    pinned = re.search(rf"(?<!\S){package}==\S+", text)
     return pinned.group() if pinned else "unknown"

@@ -214,6 +214,11 @@ def awq_blocks_must_divide_the_inputs(case: Case) -> str | None:
     return None
 
 
+warn(
+    lambda case: commands.unmeasured(case.recipe, case.shape),
+    "Q4: verify cannot read the checkpoint of a recipe with {found}, so its quality is not measured: the build needs "
+    'ACCEPT_QUALITY="reason", or --accept-quality "reason", which the manifest records',
+)
 refuse(
     lambda case: case.recipe.kind == CPU and (case.recipe.max_seq_len or 0) > case.arch.max_positions,
     "C1: max_seq_len {recipe.max_seq_len} is more than the {arch.max_positions} positions the CPU engine computes "
@@ -255,7 +260,7 @@ def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
     """The engine process allocates its whole KV pool; the kernel kills a process that outgrows the memory there is."""
     if case.recipe.kind != CPU or case.memory_here is None:
         return None
-    foot, gib = memory.footprint(case.recipe, case.arch), memory.GIB
+    foot, gib = memory.footprint(case.recipe, case.arch, case.draft), memory.GIB
     if foot.total_bytes <= case.memory_here:
         return None
     blocks = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
@@ -276,11 +281,10 @@ def tables_must_have_an_effect(case: Case) -> str | None:
 
 warn(
     lambda case: (
-        case.mode in ("eagle", "explicit_draft_tokens")
-        or (case.mode == "medusa" and not (case.is_trtllm and case.quantizes))
+        commands.put_in_place(case.recipe, case.shape) and layout.relative(layout.checkpoint(case.recipe.name))
     ),
     "U2: the draft heads of {spec.mode} are written by the converter of the image's {spec.mode} example, not by the "
-    "command below: put its checkpoint in place and go on from compile",
+    "command below: put its checkpoint into {found} before the build, which takes it as it is",
 )
 
 

@@ -243,11 +243,14 @@ def calibration_data_must_load(case: Case) -> str | None:
 
 def _columns(path: Path) -> set[str] | None:
     """Column names of a data file, None where only its own library could tell."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         if path.suffix == ".txt":
             return {"text"}
         if path.suffix == ".csv":
-            return set(next(csv.reader(file), []))
+            try:
+                return set(next(csv.reader(file), []))
+            except csv.Error:  # a name longer than the csv module reads
+                return None
         if path.suffix in (".json", ".jsonl"):
             try:
                 first = json.loads(next((line for line in file if line.strip()), "{}"))

@@ -1,10 +1,12 @@
 """Tests marked ``build_env`` run where torch and ModelOpt are installed and say why they are skipped elsewhere."""
 
+import ast
 import importlib.util
 import os
 
 import pytest
 
+from build.base import layout
 from build.quantise import quantize
 from build.recipe.quantization import Quantization
 from tests.fakes import quantisable_models
@@ -38,3 +40,27 @@ def stage(tmp_path_factory):
 
     make.model = lambda model: make(model, "full_prec") and root / model
     return make
+
+
+def imported(sources):
+    """What the files ``sources`` of build/ import of it, directly or not, with themselves."""
+    found, left = set(), set(sources)
+    while left:
+        found |= left
+        names = {name for source in left for name in _names(source)}
+        files = {"/".join(name.split(".")[1:]) + ".py" for name in names if name.startswith("build.")}
+        left = {file for file in files if (layout.ROOT / "build" / file).is_file()} - found
+    return found
+
+
+def _names(source):
+    for node in ast.walk(ast.parse((layout.ROOT / "build" / source).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+@pytest.fixture
+def sources_imported():
+    return imported

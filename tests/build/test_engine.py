@@ -516,3 +516,19 @@ def test_an_odd_checkpoint_is_built_and_loads_or_is_refused_in_one_sentence(chec
         scheduler.num_kv_blocks = 4
         folder = str(tmp_path / "engines" / "tiny")
         genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", dict(manifest.properties))
+
+
+def test_every_source_that_shapes_a_cpu_engine_is_in_its_version(sources_imported):
+    left_out = {
+        # Paths, hashes, processes, and readers whose output is compared as the checkpoint's or the wheel's files.
+        *(f"base/{name}.py" for name in ("digest", "encoder_checkpoint", "gguf_folder", "gguf_tokenizer", "host")),
+        *(f"base/{name}.py" for name in ("json_fields", "layout", "program", "wheel")),
+        # The recipe and what is planned from it; the recipe itself is in the manifest and compared.
+        *(f"base/{name}.py" for name in ("hardware", "option_table", "shape")),
+        *(f"recipe/{name}.py" for name in ("commands", "memory", "provenance", "quantization", "recipe", "schema")),
+        # Readers of quantised checkpoints of GPU engines.
+        *(f"quantise/{name}.py" for name in ("hf_quantised", "quantised_linear", "trtllm_checkpoint")),
+    }
+    made_by = ("compile_cpu", "draft", "draft_length", "side_files", "tuning")
+    entries = [f"package/{name}.py" for name in made_by] + ["quality/evaluation.py", "recipe/choice.py"]
+    assert sources_imported(entries) == set(engine._BUILDER) | left_out

@@ -126,3 +126,16 @@ def test_a_file_damaged_on_disk_is_noticed_and_fetched_again(tmp_path, own_folde
     path.resolve().write_bytes(b"wreckage")
     folder, said = fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert folder == "" and said.startswith("error: model: ")
+
+
+def test_a_moved_branch_leaves_none_of_its_old_files_in_our_folder(tmp_path, monkeypatch):
+    into = ["--into", str(tmp_path / "into")]
+    files = {"config.json": b"{}", "model.safetensors": b"whole", "tokenizer.json": b"{}"}
+    with hub.serving("some/model", files) as (endpoint, _):
+        fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint)
+        del files["model.safetensors"]
+        files["model-00001-of-00001.safetensors"] = b"shard"
+        monkeypatch.setattr(hub, "COMMIT", "f" * 40)
+        folder, said = fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint)
+    there = sorted(path.name for path in Path(folder).iterdir() if path.is_file())
+    assert there == ["config.json", "model-00001-of-00001.safetensors", "tokenizer.json"], said

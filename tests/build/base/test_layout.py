@@ -25,3 +25,8 @@ def test_a_file_appears_whole_in_a_folder_that_is_made(tmp_path):
     layout.write_whole(path, "one")
     layout.write_whole(path, "two")
     assert path.read_text() == "two" and [file.name for file in path.parent.iterdir()] == ["b.json"]
+
+
+def test_each_revision_of_a_hub_model_has_a_folder_of_its_own():
+    folder = layout.fetched_model("org/model", "refs/pr/1")
+    assert folder.relative_to(layout.FETCHED).parts == ("org--model@refs--pr--1",)

@@ -109,3 +109,15 @@ def test_a_model_we_cannot_build_says_why(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UnknownShape, match="config.json is not a JSON object"):
         shapes.find(str(tmp_path))
+
+
+def test_a_revisions_shape_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path)
+    for revision, layers in ((None, 2), ("v2", 3)):
+        folder = layout.fetched_model("org/model", revision)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": layers}))
+    assert shapes.find("org/model").architecture.num_layers == 2
+    assert shapes.find("org/model", revision="v2").architecture.num_layers == 3
+    with pytest.raises(UnknownShape, match="--revision v9 --local-dir .*org--other@v9"):
+        shapes.find("org/other", revision="v9")

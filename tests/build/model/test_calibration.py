@@ -169,3 +169,24 @@ def test_the_separator_is_the_begin_of_text_token_else_the_end_of_text_token(tmp
         values = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps({k: v for k, v in values.items() if k != "bos_token_id"}))
     assert calibration.open_tokenizer(checkpoint.open_checkpoint(tmp_path))[2] == checkpoints.EOS
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    content = {"a.csv": "text\none\n", "a.jsonl": '{"text": "one"}\n', "a.json": '[{"text": "one"}]', "a.txt": "one"}
+    (tmp_path / name).write_bytes(f"\ufeff{content[name]}".encode())
+    assert calibration.read_texts(str(tmp_path)) == ["one"]
+
+
+def test_a_text_of_a_csv_may_be_long(tmp_path):
+    (tmp_path / "a.csv").write_text(f"text\n{'x' * 200_000}\n")
+    assert calibration.read_texts(str(tmp_path)) == ["x" * 200_000]
+
+
+def test_what_the_csv_module_does_not_read_is_said(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("text\none\n")
+    monkeypatch.setattr(
+        calibration.csv, "DictReader", lambda table: (_ for _ in ()).throw(calibration.csv.Error("NUL"))
+    )
+    with pytest.raises(InvalidArgument, match="calibration.dataset: .*a.csv is not valid csv in UTF-8: NUL"):
+        calibration.read_texts(str(tmp_path))

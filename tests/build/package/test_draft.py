@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from build import engine
+from build.base import host
 from build.base.checkpoint import open_checkpoint
 from build.package import draft as drafts
 from build.recipe import memory
 from build.recipe import recipe as recipes
+from build.recipe.verdict import Refused
 from contract.errors import InvalidArgument, TridentError
 from contract.manifest import load
 
@@ -127,3 +129,12 @@ def test_a_draft_model_that_gains_nothing_is_refused(models):
     ):
         engine.build(made, models / "engines", lambda line: None)
     assert not (models / "engines" / "tiny").exists()
+
+
+def test_a_draft_model_that_does_not_fit_this_machine_is_refused_before_the_build(models, monkeypatch):
+    made, arch = recipe(models, "other"), open_checkpoint(models / "model").architecture
+    fits_without = memory.footprint(made, arch).total_bytes
+    assert memory.footprint(made, arch, arch).total_bytes > fits_without
+    monkeypatch.setattr(host, "memory_bytes", lambda: fits_without)
+    with pytest.raises(Refused, match="tiny is refused by C5"):
+        engine.build(made, models / "engines", lambda line: None)

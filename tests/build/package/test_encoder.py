@@ -110,3 +110,17 @@ def test_qwen3s_embedding_is_that_of_the_last_token(tmp_path):
     found = Encoder.from_manifest(json.loads((folder / "manifest.json").read_text())["encoder"])
     assert (found.pooling, found.matryoshka_dimensions, found.dimensions) == ("last", (16, 32), 64)
     assert np.isfinite(manifest.load(folder).evaluation["least_cosine"])
+
+
+def test_every_source_that_shapes_an_encoder_is_in_its_version(sources_imported):
+    left_out = {
+        # Paths, hashes, processes, and readers whose output is compared as the checkpoint's or the wheel's files.
+        *(f"base/{name}.py" for name in ("digest", "fetch", "gguf_folder", "gguf_tokenizer", "json_fields", "layout")),
+        *(f"base/{name}.py" for name in ("program", "wheel")),
+        "package/engine_folder.py",
+        # The recipe, which is in the manifest and compared, and what recipes of other kinds import.
+        *(f"base/{name}.py" for name in ("hardware", "option_table")),
+        *(f"recipe/{name}.py" for name in ("provenance", "recipe", "schema")),
+        "model/lora_adapter.py",
+    }
+    assert sources_imported(["package/encoder.py"]) == set(encoder._BUILDER) | left_out

@@ -1,5 +1,6 @@
 """The stages of a GPU engine: what runs, what is not run again, where it stops, and what is served in the end."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from build.package.compile_trtllm import WrongMachine
 from build.quantise import environment
 from build.recipe import commands, schema, verdict
 from build.recipe import recipe as recipes
-from contract.errors import EngineFailed, NotFound, Unavailable
+from contract.errors import EngineFailed, InvalidArgument, NotFound, Unavailable
 from contract.manifest import load, verify
 from tests.fakes import adapters, checkpoints
 
@@ -173,6 +174,7 @@ def test_a_damaged_file_is_noticed_and_its_stage_runs_again(gpu, programs, damag
         ({"max_batch_size": 4}, ["compile"]),
         ({"quality": {"kl": 0.5}}, ["evaluation"]),
         ({"chunked_context": False}, []),
+        ({"environment": {"NCCL_DEBUG": "INFO"}}, ["quantize", "evaluation", "compile"]),
     ],
 )
 def test_a_change_runs_the_stages_it_concerns(gpu, programs, changes, again):
@@ -264,3 +266,73 @@ def test_what_the_image_and_docker_say_around_the_machines_answer_is_left_out():
     assert gpu_engine._answer(said) == '{"driver": "590.44.01"}'
     with pytest.raises(EngineFailed, match="printed no JSON, but: 'WARNING"):
         gpu_engine._answer("WARNING: no driver\n")
+
+
+def test_what_verify_cannot_measure_needs_a_reason_before_anything_runs(gpu, programs):
+    made = recipe(gpu, pp=2, calibration={"dataset": "cnn_dailymail"})
+    for reason in (None, " "):
+        with pytest.raises(InvalidArgument, match="accept_quality: must be a reason .* a recipe with pp 2 .*Q4"):
+            build(made, reason)
+    assert programs.ran == []
+
+
+HEADS = [
+    ({"mode": "eagle", "max_draft_len": 4}, "EagleForCausalLM"),
+    ({"mode": "medusa", "max_draft_len": 4}, "MedusaForCausalLM"),
+    ({"mode": "explicit_draft_tokens", "max_draft_len": 4}, "ReDrafterForLLaMALM"),
+]
+
+
+@pytest.mark.parametrize(("spec", "architecture"), HEADS)
+def test_a_checkpoint_with_draft_heads_is_taken_as_it_was_put_in_place(gpu, programs, spec, architecture):
+    plain = {"precision": "bf16", "kv_cache_precision": "auto", "calibration": None}
+    plain_recipe = {key: value for key, value in (TABLE | plain).items() if value is not None}
+    plain_recipe |= {"model": str(gpu.parent / "model")}
+    made = recipes.parse(plain_recipe | {"speculative_decoding": spec}, Path("tiny.toml"))
+    placed = layout.checkpoint("tiny")
+    with pytest.raises(Unavailable, match=f"architecture must begin with '{architecture[:5]}.*got no file: .*U2"):
+        build(made, "the heads are NVIDIA's")
+    gpu_machine.checkpoint(placed, 1)
+    (placed / "config.json").write_text(json.dumps({"architecture": architecture, "mapping": {"world_size": 1}}))
+    (placed / "rank0.safetensors").write_bytes(b"heads")
+    build(made, "the heads are NVIDIA's")
+    assert programs.ran == ["evaluation", "compile"]
+    assert (placed / "rank0.safetensors").read_bytes() == b"heads"
+    assert load(layout.ENGINES / "tiny").evaluation["verdict"]["override"] == "the heads are NVIDIA's"
+    assert "is up to date" in build(made)[-1]
+    with pytest.raises(EngineFailed, match=f"is a checkpoint of {architecture}, which .*: move it away"):
+        build(recipes.parse(plain_recipe, Path("tiny.toml")))
+    assert (placed / "rank0.safetensors").read_bytes() == b"heads"
+
+
+def test_another_modelopt_quantises_again(gpu, programs, monkeypatch):
+    build(recipe(gpu))
+    programs.ran.clear()
+    monkeypatch.setattr(commands, "modelopt", lambda: "nvidia-modelopt==0.38.0")
+    build(recipe(gpu))
+    assert programs.ran == ["quantize", "evaluation", "compile"]
+
+
+def test_every_source_that_decides_what_a_stage_leaves_is_in_its_key(sources_imported):
+    outside = {
+        # Paths, hashes, processes, and readers of files that no GPU engine is made from.
+        *(f"base/{name}.py" for name in ("digest", "encoder_checkpoint", "gguf_file", "json_fields", "layout")),
+        "base/program.py",
+    }
+    read_back = {  # to check what was written, and the model, which transformers reads; they change nothing in it
+        *(f"base/{name}.py" for name in ("checkpoint", "numerics", "shards")),
+        *(f"quantise/{name}.py" for name in ("hf_quantised", "quantised_linear", "trtllm_checkpoint")),
+        "model/decoder.py",
+    }
+    quantise = sources_imported(["quantise/quantize.py"])
+    assert quantise == set(gpu_engine.SOURCES["quantise"]) | outside | read_back
+    planned = {  # the recipe and what is planned from it: of those, the stage's command and budget are in its key
+        *(
+            f"base/{name}.py"
+            for name in ("gguf_folder", "gguf_tokenizer", "hardware", "option_table", "shape", "wheel")
+        ),
+        *(f"recipe/{name}.py" for name in ("commands", "provenance", "quantization", "recipe", "schema")),
+        *(f"model/{name}.py" for name in ("lora_adapter", "openvino_engine")),  # of CPU engines
+    }
+    verify_imports = sources_imported(["quality/evaluation.py"])
+    assert verify_imports == set(gpu_engine.SOURCES["verify"]) | outside | planned

@@ -16,7 +16,7 @@ from build.quality import comparison, evaluation
 from build.recipe import recipe as recipes
 from contract.errors import InvalidArgument
 from contract.manifest import load
-from tests.fakes import checkpoints
+from tests.fakes import checkpoints, gpu_machine, gpu_recipes
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +171,18 @@ def test_a_long_reference_pass_says_how_far_it_is(random_checkpoint, monkeypatch
     theirs = evaluation.reference(open_checkpoint(random_checkpoint), lines.append)
     list(theirs.logits(np.zeros((1, 4), dtype=np.int64)))
     assert lines == ["verify: reference, layer 1 of 2", "verify: reference, layer 2 of 2"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_packaged_for_a_reason_with_its_quality_on_record_as_unmeasured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(layout, "ENGINES", tmp_path)
+    gpu_machine.checkpoint(layout.checkpoint("engine-under-test"), 2)
+    made, said = gpu_recipes.make(pp=2), []
+    with pytest.raises(InvalidArgument, match="accept_quality: must be a reason .* got none"):
+        evaluation.evaluate_checkpoint(made, said.append)
+    evaluation.evaluate_checkpoint(made, said.append, "measured by hand")
+    scores = evaluation.accepted(made)
+    assert scores["verdict"]["override"] == "measured by hand" and not scores["verdict"]["passed"]
+    assert scores["verdict"]["problems"] == ["not measured: verify cannot read the checkpoint of a recipe with pp 2"]
+    assert "quality" not in scores and "accepted because measured by hand" in said[0]

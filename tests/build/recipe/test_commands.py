@@ -151,7 +151,9 @@ def test_a_hub_model_is_fetched_and_a_folder_is_not(tmp_path):
     argv = commands.fetch(make(revision="abc123"))
     assert argv[:4] == [".venv/bin/python", "-m", "build.base.fetch", "meta-llama/Llama-3.1-8B-Instruct"]
     assert argv[argv.index("--revision") + 1] == "abc123"
-    assert argv[-1] == commands.model_dir("meta-llama/Llama-3.1-8B-Instruct")
+    assert argv[-1] == ".cache/models/meta-llama--Llama-3.1-8B-Instruct@abc123"
+    assert argv[-1] == commands.model_dir("meta-llama/Llama-3.1-8B-Instruct", "abc123")
+    assert commands.fetch(make())[-1] == commands.model_dir("meta-llama/Llama-3.1-8B-Instruct")
     assert commands.fetch(make(model=str(tmp_path))) is None
     assert commands.model_dir(str(tmp_path)) == str(tmp_path)
 
@@ -191,3 +193,10 @@ def test_what_calibrates_on_the_standard_library_is_our_own_stages_work(name):
     asked = parse(["python3", "/app/examples/quantization/quantize.py", *argv[3:]])  # in that script's own words
     assert (asked.qformat, asked.calib_dataset, asked.tp_size) == (recipe.precision, "cpython", recipe.tp)
     built(recipe)
+
+
+def test_the_pins_of_what_quantises_are_those_of_its_environment():
+    pins = (layout.ROOT / "requirements" / "build.txt").read_text().split()
+    quantising = commands.modelopt().split()
+    assert [pin.partition("==")[0] for pin in quantising] == ["nvidia-modelopt", "torch", "transformers"]
+    assert set(quantising) <= set(pins) and commands.exporter() in pins

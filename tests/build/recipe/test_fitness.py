@@ -211,5 +211,40 @@ def test_u1_a_table_without_effect_is_refused():
 
 
 def test_u2_draft_heads_of_other_converters_are_announced():
-    assert "eagle" in reason("U2", speculative_decoding={"mode": "eagle", "max_draft_len": 4})
+    said = reason("U2", speculative_decoding={"mode": "eagle", "max_draft_len": 4})
+    assert "eagle" in said and "put its checkpoint into engines/engine-under-test/checkpoint before the build" in said
     assert reason("U2", speculative_decoding={"mode": "medusa", "max_draft_len": 4}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pp": 2}, "pp 2"),
+        ({"precision": "bf16", "kv_cache_precision": "auto", "pp": 2}, "pp 2"),
+        ({"precision": "nvfp4", "gpu": "b200"}, "precision 'nvfp4'"),
+        ({"quantize": {"quantize_lm_head": True}}, "quantize.quantize_lm_head True"),
+        ({"quantize": {"autoq_format": "fp8,int4_awq", "auto_quantize_bits": 6.0}}, "quantize.autoq_format"),
+        (
+            {"precision": "int8_sq", "kv_cache_precision": "auto", "convert": {"smoothquant": 0.5}},
+            "convert.smoothquant",
+        ),
+        ({"speculative_decoding": {"mode": "medusa", "max_draft_len": 4}}, "speculative_decoding.mode 'medusa'"),
+    ],
+)
+def test_q4_what_verify_cannot_read_is_said_before_anything_runs(changes, said):
+    (found,) = [finding for finding in judge(case(**changes)) if finding.rule == "Q4"]
+    assert f"a recipe with {said}" in found.reason and "ACCEPT_QUALITY" in found.reason and found.instead
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tp": 2},
+        {"kind": "llmapi"},
+        {"precision": "int8_sq", "kv_cache_precision": "auto"},
+        {"precision": "int4_awq", "kv_cache_precision": "auto", "quantize": {"quantize_lm_head": True}},  # R23
+    ],
+)
+def test_q4_leaves_alone_what_verify_reads(changes):
+    assert reason("Q4", **changes) is None

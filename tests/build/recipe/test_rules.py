@@ -402,3 +402,17 @@ def test_reasons_are_one_sentence_each():
     worst = case(precision="int8_sq", kv_cache_precision="int8", build={"streamingllm": "enable"}, **B200)
     for finding in RULES.check(worst):
         assert "\n" not in finding.reason and not finding.reason.endswith(".")
+
+
+def test_r21_reads_a_csv_with_a_byte_order_mark_and_one_whose_first_line_is_long(tmp_path):
+    given = {"calibration": {"dataset": str(tmp_path)}}
+    (tmp_path / "a.csv").write_bytes("\ufefftext,id\n".encode())
+    assert reason("R21", **given) is None
+    (tmp_path / "a.csv").write_text(f"{'x' * 140_000},text\n")
+    assert reason("R21", **given) is None
+
+
+def test_r21_our_own_stage_writes_no_draft_heads():
+    medusa = {"mode": "medusa", "max_draft_len": 4}
+    said = reason("R21", calibration={"dataset": "cpython"}, speculative_decoding=medusa)
+    assert "build.quantise.quantize only, which writes no draft heads of mode 'medusa'" in said
