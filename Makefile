@@ -274,5 +274,5 @@ $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
 	@touch $@
 
 clean: ## remove what was built: .venv, engines, server state and caches
-	rm -rf $(VENV) $(BUILD_VENV) $(FLEET_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis model_repository/*/configs
+	rm -rf $(VENV) $(BUILD_VENV) $(FLEET_VENV) $(EVALS_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis model_repository/*/configs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

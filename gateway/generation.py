@@ -71,7 +71,7 @@ class GenerationRuntime:
     tracing: Tracing
     shadow: Callable[[GenerationRequest, str], Copy | None] = lambda request, pool: None
     reports_cached_tokens: Callable[[], bool] = lambda: True
-    record: Callable[[GenerationRequest, RequestContext], Recording | None] = lambda request, context: None
+    record: Callable[[GenerationRequest, RequestContext, float], Recording | None] = lambda *_: None
     suspects: SuspectPrompts = field(default_factory=SuspectPrompts)
 
 
@@ -138,7 +138,7 @@ class Generation:
         self._opened_s = 0.0  # when the current attempt began
         self._silence: TridentError | None = None  # why a continuable attempt was cancelled
         self._shadow = runtime.shadow(request, turn.pool)
-        self.recording = runtime.record(request, context)
+        self.recording = runtime.record(request, context, began_s)
         self._closed = False
         runtime.live.add(self)
 

@@ -445,7 +445,7 @@ class Service:
             end_span(span, exc)
             if isinstance(exc, TridentError):
                 self.refused(context, exc, began_s)
-                self.samples.refused(requests, context, exc)
+                self.samples.refused(requests, context, exc, began_s)
             raise
 
     def charge_for_other(self, reservation: Reservation | None, usage: Usage, context: RequestContext) -> None:

@@ -162,6 +162,12 @@ def test_the_gateway_counts_with_the_tokenizer_of_the_engine_that_is_named(envir
         assert environment["TRIDENT_TOKENIZER"] == f"engines/{engine}/tokenizer.json"
 
 
+def test_clean_removes_every_environment():
+    ran = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    environments = re.findall(r"^\w*VENV := (\S+)", (ROOT / "Makefile").read_text(), re.M)
+    assert len(environments) == 4 and set(environments) <= set(ran.stdout.split())
+
+
 @pytest.mark.parametrize("version", ["python2.7", "python3.6", "python3.9", "python3.13"])
 def test_a_python_that_cannot_serve_is_refused_with_a_sentence(version):
     found = sorted(Path.home().glob(f".pyenv/versions/{version.removeprefix('python')}*/bin/{version}"))

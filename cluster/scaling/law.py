@@ -93,7 +93,8 @@ class _State(BaseModel):
     level, trend, level_s: of the arriving work, and when it was taken. noise: mean deviation of what arrives from the
         level, as a part of it. requests: mean of those that hold a slot.
     days: mean arriving work by time of day, -1 where none is known. bucket: (number, sum, samples) of the current one.
-    ordered: when each starting replica was ordered. ready: replicas at the latest load. start_s: measured; 0: not yet.
+    ordered: when each starting replica was ordered. lost: some of them were not: they served before, or were missing
+        when their pool was seen first. ready: replicas at the latest load. start_s: measured; 0: not yet.
     busy_s: when there was work last. tokens_per_s, slots: of a replica, as last measured.
     """
 
@@ -112,6 +113,7 @@ class _State(BaseModel):
     ] * BUCKETS
     bucket: tuple[Annotated[int, Field(ge=-1, lt=BUCKETS)], _Amount, _Count] = (-1, 0.0, 0)
     ordered: Annotated[list[_Time], Field(max_length=MOST)] = []
+    lost: bool = False
     ready: _Count = 0
     start_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     busy_s: _Time = _NEVER
@@ -150,11 +152,13 @@ class _State(BaseModel):
         self.busy_s = now_s if load.any else self.busy_s
         self.tokens_per_s, self.slots = load.tokens_per_s or self.tokens_per_s, load.slots or self.slots
         come = min(max(0, load.ready - self.ready), len(self.ordered))
-        if come:  # the first of them tells how long a start takes
+        if come and not self.lost:  # the first of them tells how long a start takes; a return is none
             took_s = min(max(1.0, now_s - self.ordered[0]), 3600.0)
             self.start_s += (took_s - self.start_s) * (0.3 if self.start_s else 1.0)
         self.ordered, self.ready = self.ordered[come:], load.ready
+        lost = self.lost or now - load.ready > len(self.ordered)
         self.order(now - load.ready, now_s)
+        self.lost = lost and bool(self.ordered)
         if load.arrived_per_s is not None and load.complete:
             self._arrives(load.arrived_per_s * load.cost, load.running_requests, now_s)
         else:

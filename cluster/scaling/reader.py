@@ -130,6 +130,11 @@ class Reader:
         oldest_s = time.monotonic() - self._stale_s
         return [page for page in self._pages.values() if page.read_s > oldest_s]
 
+    @property
+    def complete(self) -> bool:
+        """Whether every page is fresh."""
+        return 0 < len(self._fresh()) == len(self._pages)
+
     def pools(self) -> list[str]:
         """Return the pools that any fresh page names."""
         return sorted({pool for page in self._fresh() for pool in page.metrics.by_label(_ARRIVED, "pool")})
@@ -154,7 +159,7 @@ class Reader:
             drained = sum(page.value(f"{_POOL}drain_tokens_per_second", pool=pool) for page in pages)
             tokens_per_s = drained * cost / len(healthy)
         return Load(
-            complete=len(fresh) == len(self._pages),
+            complete=self.complete,
             queued=_by_class(pages, pool, "queued"),
             running=_by_class(pages, pool, "running"),
             queued_requests=sum(page.value(f"{_POOL}waiting", pool=pool) for page in pages),

@@ -18,6 +18,7 @@ from cluster.scaling.rules import RulesFile
 from cluster.scaling.settings import Settings
 
 _LOG = logging.getLogger(__name__)
+FORGET_S = 60.0  # a pool is forgotten that no rule and no page named for so long, while all pages were read
 _GAUGES = {
     "wanted": "Replicas that the pool needs",
     "starting": "Replicas that were wanted and are not ready",
@@ -44,6 +45,7 @@ class Scaler:
             self.decisions = self.reader.report.decisions
         self.loads: dict[str, Load | None] = {}
         self._states: dict[str, Any] = self._kept()
+        self._named_s: dict[str, float] = {}  # when each pool was named, or may have been
 
     async def run(self) -> None:
         """Read and decide until cancelled."""
@@ -52,7 +54,15 @@ class Scaler:
     def step(self) -> None:
         """Decide for every pool by the latest reading."""
         self._rules.refresh()
-        for pool in sorted({*self.reader.pools(), *self._states}):
+        pools, now_s = self.reader.pools(), time.monotonic()
+        for pool in sorted({*pools, *self._states}):
+            if pool in pools or pool in self._rules.rules.pools or not self.reader.complete:
+                self._named_s[pool] = now_s
+            elif now_s - self._named_s.setdefault(pool, now_s) >= FORGET_S:
+                _LOG.info("pool %r: no rule and no gateway names it any more", pool)
+                for known in (self.decisions, self.loads, self._states, self._named_s):
+                    known.pop(pool, None)
+                continue
             load = self.loads[pool] = self.reader.load(pool)
             decision = decide(self._rules.rules.of(pool), load, self._states.get(pool), time.time())
             before = self.decisions.get(pool)
@@ -78,16 +88,17 @@ class Scaler:
         return []
 
     def collect(self) -> Iterator[Metric]:
+        decisions = [*self.decisions.items()]  # in another thread than step
         for name, text in _GAUGES.items():
             family = GaugeMetricFamily(f"trident_scaler_{name}", text, labels=("pool",))
-            for pool, decision in self.decisions.items():
+            for pool, decision in decisions:
                 family.add_metric((pool,), getattr(decision, name))
             yield family
         rule = GaugeMetricFamily("trident_scaler_decision", "1 for what decided last", labels=("pool", "rule"))
         known = GaugeMetricFamily("trident_scaler_known", "1 if every gateway told the load", labels=("pool",))
-        for pool, decision in self.decisions.items():
+        for pool, decision in decisions:
             rule.add_metric((pool, decision.rule), 1)
-            load = self.loads[pool]
+            load = self.loads.get(pool)
             known.add_metric((pool,), load is not None and load.complete)
         yield from (rule, known)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,14 @@ from gateway.hooks.call import Call
 # What may stand on both sides of a blank inside a number, and what stands in no pattern.
 _JOINED = re.compile(r"[A-Z0-9().+-]")
 _APART = re.compile(r"[^\w\s.%+\-@:/=~()]")
-_NAMES = ("role", "id", "tool_call_id", "type", "name")  # of a message, which are no text
+# The fields of a message that are no text (None), where the protocol has them: arguments may have others so named.
+_MESSAGE: dict[str, Any] = {
+    "role": None,
+    "name": None,
+    "tool_call_id": None,
+    "content": {"type": None},
+    "tool_calls": {"id": None, "type": None, "function": {"name": None}},
+}
 
 
 class PersonalData:
@@ -39,7 +46,7 @@ class PersonalData:
             raise InvalidArgument("prompt", "must be text: personal data cannot be removed from token ids")
         if request.messages is None:
             return replace(request, text_input=self._redact(request.text_input or ""))
-        return replace(request, messages=tuple(self._inside(message) for message in request.messages))
+        return replace(request, messages=tuple(self._inside(message, _MESSAGE) for message in request.messages))
 
     def output(self, part: str, call: Call) -> StreamedText:
         if part == "arguments":  # whole ones, so that they stay JSON
@@ -48,16 +55,19 @@ class PersonalData:
 
     def _in_json(self, text: str) -> str:
         try:
-            return json.dumps(self._inside(json.loads(text)), ensure_ascii=False)
+            return json.dumps(self._inside(json.loads(text), {}), ensure_ascii=False)
         except ValueError:  # the output was cut
             return self._redact(text)
 
-    def _inside(self, value: Any, name: str = "") -> Any:
-        """Return a JSON value without personal data. name: its key."""
+    def _inside(self, value: Any, fields: Mapping[str, Any], name: str = "") -> Any:
+        """Return a JSON value without personal data. fields: as _MESSAGE, of the objects in it. name: its key."""
         if isinstance(value, dict):
-            return {key: inner if key in _NAMES else self._inside(inner, key) for key, inner in value.items()}
+            return {
+                key: inner if (its := fields.get(key, {})) is None else self._inside(inner, its, key)
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._inside(inner) for inner in value]
+            return [self._inside(inner, fields) for inner in value]
         if isinstance(value, str):
             return self._in_json(value) if name == "arguments" else self._redact(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -25,7 +25,8 @@ class _Job:
     """One call.
 
     result: the value and the exception, one of them None; an exception of the call's must not look like one of ours.
-    thread: that runs it; None before. ended: it has returned, whether or not anybody waits for it.
+    thread: that runs it; None before, and for good if it was given up before. ended: it has returned, whether or not
+        anybody waits for it.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -35,9 +36,9 @@ class _Job:
         self.ended = False
 
     async def run(self) -> None:
-        self.thread = threading.current_thread()
         found: tuple[Any, BaseException | None]
         if self.result.set_running_or_notify_cancel():
+            self.thread = threading.current_thread()
             try:
                 value = self.function()
                 found = await value if inspect.iscoroutine(value) else value, None

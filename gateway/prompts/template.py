@@ -16,6 +16,7 @@ from gateway.prompts.json_text import compact, table
 from python_backends.tokenizer.chat_template import sandbox
 
 MAX_RENDERED = 1024 * 1024  # characters of a message
+_LEVELS = 254  # that orjson writes
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 _LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Names = Annotated[tuple[str, ...], _LIST]
@@ -76,10 +77,14 @@ class Variable(BaseModel):
         known = isinstance(value, types) and (isinstance(value, bool) == (kind == "boolean") or kind == "json")
         if not known or (kind == "enum" and value not in self.values):
             allowed = named or f"one of {', '.join(self.values)}"
-            raise InvalidArgument(field, f"must be {allowed}, got {value!r:.100}")
+            raise InvalidArgument(field, f"must be {allowed}, got {_shown(value)}")
         if kind == "list":
             value = [self.checked(f"{field}.{index}", entry, self.items) for index, entry in enumerate(value)]
-        size = len(compact(value)) if kind == "json" else len(value) if kind in ("string", "list") else 0
+        try:
+            size = len(compact(value)) if kind == "json" else len(value) if kind in ("string", "list") else 0
+        except TypeError:
+            problem = f"must have at most {_LEVELS} levels, and integers of at most 64 bits"
+            raise InvalidArgument(field, f"{problem}, got {_shown(value)}") from None
         most, unit = (self.max_items, "entries") if kind == "list" else (self.max_length, "characters")
         if size > most:
             raise InvalidArgument(field, f"must have at most {most} {unit}, got {size}")
@@ -258,6 +263,13 @@ def over_budget(budgets: Mapping[Part, Budget], tokens: Mapping[str, int]) -> st
 @lru_cache(maxsize=4096)
 def _compiled(source: str) -> jinja2.Template:
     return _JINJA.from_string(source)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except RecursionError:
+        return "one of too many levels"
 
 
 def _rendered(source: str, values: Mapping[str, Any], path: str) -> str:

@@ -36,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 class Recording:
     """What one generation adds.
 
-    request: what of it a sample holds; empty if none is kept. checked: whether its answer is. choice: its index.
+    request: what of it a sample holds; empty if none is kept. checked: whether its answer is. arrived_s: wall clock.
+    choice: its index.
     size: of the parts, in characters.
     end: pool, finish_reason, ttft_s, duration_s, input_tokens and output_tokens; empty for a refused request.
     """
@@ -46,8 +47,8 @@ class Recording:
     request: Mapping[str, Any]
     guide: Guide | None
     checked: bool
+    arrived_s: float
     choice: int = 0
-    began_s: float = field(default_factory=time.time)
     parts: list[str] = field(default_factory=list)
     size: int = 0
     end: Mapping[str, Any] = field(default_factory=dict)
@@ -133,20 +134,28 @@ class Samples:
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
             self._thread.start()
 
-    def begin(self, request: GenerationRequest, context: RequestContext) -> Recording | None:
-        """Return what records a generation; None for one that is neither kept nor checked."""
+    def begin(self, request: GenerationRequest, context: RequestContext, began_s: float) -> Recording | None:
+        """Return what records a generation; None for one that is neither kept nor checked.
+
+        began_s: arrival, ``time.monotonic()``.
+        """
         if not self._active or context.carrier.get(NO_STORE, "false").strip().lower() not in ("false", "0"):
             return None
         rules, tenant = self.rules, context.tenant
         opted_in = rules.keyless if self._keyless else tenant.samples
         kept = _kept(request) if self.store is not None and rules.keeps and opted_in else {}
         checked = rules.checks is not None and self._rng.random() < rules.checks.fraction
-        return Recording(self, context, kept, request.guide, checked) if kept or checked else None
+        if not (kept or checked):
+            return None
+        arrived_s = time.time() - (time.monotonic() - began_s)
+        return Recording(self, context, kept, request.guide, checked, arrived_s)
 
-    def refused(self, requests: Sequence[GenerationRequest], context: RequestContext, error: TridentError) -> None:
-        """Record requests that were refused before generation."""
+    def refused(
+        self, requests: Sequence[GenerationRequest], context: RequestContext, error: TridentError, began_s: float
+    ) -> None:
+        """Record requests that were refused before generation. began_s: as of ``begin``."""
         for choice, request in enumerate(requests if "refused" in self.rules.keep else ()):
-            recording = self.begin(request, context)
+            recording = self.begin(request, context, began_s)
             if recording is not None:
                 recording.choice, recording.error = choice, error
                 recording.put()
@@ -279,7 +288,7 @@ class Samples:
         pair = {"pair": recording.pair} if recording.pair else {}
         return kind, {
             "id": new_request_id(),
-            "time": recording.began_s,
+            "time": recording.arrived_s,
             "request_id": context.request_id,
             "choice": recording.choice,
             "tenant": context.tenant.name,
@@ -328,9 +337,9 @@ class Samples:
 
 
 def _kept(request: GenerationRequest) -> dict[str, Any]:
-    """Return what a sample holds of a request; None is left out."""
+    """Return what a sample holds of a request; None is left out, and so are token ids, which cannot be redacted."""
     sampling = request.sampling
-    fields = {name: getattr(request, name) for name in ("text_input", "messages", "input_ids", "tools", "max_tokens")}
+    fields = {name: getattr(request, name) for name in ("text_input", "messages", "tools", "max_tokens")}
     fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
     fields["guide"] = vars(request.guide) if request.guide is not None else None
     return {name: value for name, value in fields.items() if value is not None}

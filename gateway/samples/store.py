@@ -77,8 +77,7 @@ class SampleStore:
             deleted_s = self._deleted_s(tenant)
             current = [sample for sample in samples if sample["time"] > deleted_s]
             for sample in current:
-                hour = time.strftime(_HOUR, time.gmtime(sample["time"]))
-                self._write(self._segment(tenant, kind, hour, rules), [sample], rules)
+                self._write(self._segment(tenant, kind, _hour(sample["time"]), rules), [sample], rules)
             return len(samples) - len(current)
 
     def rate(self, tenant: str, feedback: dict[str, Any], rules: SampleRules) -> dict[str, Any] | None:
@@ -88,25 +87,34 @@ class SampleStore:
         Raises: InvalidArgument after MAX_CHANGES.
         """
         prefix, choice = _digest(feedback["request_id"]), feedback["choice"]
+        stored, rated, added = None, set[int](), defaultdict[Path, list[dict[str, Any]]](list)
+        hours = set[str]()  # of the request, whose choices arrived together: only their files are read
         with self._locked():
             for path in (file for kind in (KEPT, HELD) for file in reversed(self._files(tenant, kind))):
+                if hours and path.name[:_HOUR_CHARS] not in hours:
+                    continue
                 found = list(self._read(path, prefix))
-                samples = [line for line in found if "feedback" not in line and choice in (None, line["choice"])]
+                own = [one for one in found if "feedback" not in one and one["choice"] not in rated]
+                samples = [one for one in own if choice in (None, one["choice"])]
                 if not samples:
                     continue
-                earlier = [line["feedback"] for line in found if "feedback" in line]
+                rated.update(one["choice"] for one in samples)
+                hours |= {_hour(one["time"] + apart_s) for one in samples for apart_s in (-1.0, 0.0, 1.0)}
+                earlier = [one["feedback"] for one in found if "feedback" in one]
                 same = [other for other in earlier if other["choice"] == choice][-1:]
                 if same and {**same[0], "time": feedback["time"]} == feedback:
-                    return same[0]
+                    stored = same[0]
+                    continue
                 if len(earlier) >= MAX_CHANGES:
                     raise InvalidArgument("request_id", f"must be one with fewer than {MAX_CHANGES} ratings")
-                line = {"request_id": feedback["request_id"], "feedback": feedback}
                 if path.parent.name == HELD and feedback["rating"] in rules.keep:
-                    path = self._segment(tenant, KEPT, path.name[:_HOUR_CHARS], rules)
-                    self._write(path, samples, rules)
-                self._write(path, [line], rules)
-                return feedback
-        return None
+                    added[self._segment(tenant, KEPT, path.name[:_HOUR_CHARS], rules)] += samples
+                else:
+                    added[path] += []
+            line = {"request_id": feedback["request_id"], "feedback": feedback}
+            for path, samples in added.items():
+                self._write(path, [*samples, line], rules)
+        return feedback if added else stored
 
     def delete(self, tenant: str) -> int:
         """Remove all samples and feedback of a tenant, and refuse those of requests that arrived before now; return how
@@ -229,6 +237,10 @@ class SampleStore:
                 yield
         except OSError as exc:
             raise Unavailable(f"the folder of samples cannot be used: {exc.strerror or exc}", 5.0) from exc
+
+
+def _hour(time_s: float) -> str:
+    return time.strftime(_HOUR, time.gmtime(time_s))
 
 
 def _size(files: list[Path]) -> int:

@@ -1,8 +1,11 @@
 """The Helm chart renders what its cases say, obeys laws that no schema knows, and refuses odd values by name."""
 
 import copy
+import http.server
 import json
 import re
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -250,8 +253,10 @@ def test_values_and_schema_name_the_same():
 
 
 def test_the_schema_names_every_rule_of_the_law():
-    names = SCHEMA["definitions"]["pool"]["properties"]["scaling"]["propertyNames"]["enum"]
-    assert set(names) == scaling_rules.PoolRules.model_fields.keys() - {"wait_s"}  # a table; values are scalars
+    scaling = SCHEMA["definitions"]["pool"]["properties"]["scaling"]
+    names = scaling["propertyNames"]["enum"]
+    assert set(names) == scaling_rules.PoolRules.model_fields.keys()
+    assert all(any(re.search(pattern, name) for pattern in scaling["patternProperties"]) for name in names)
 
 
 def rendered(values, release="trident", tmp=Path("/tmp")):
@@ -290,6 +295,14 @@ REFUSED = [
     ({"pools": [POOL | {"scaling": {"min_replicas": 2}}]}, "pools: demo: scaling.min_replicas"),
     ({"pools": [POOL | {"scaling": {"warm_replicas": "two"}}]}, "/pools/0/scaling/warm_replicas"),
     ({"pools": [POOL | {"scaling": {"warm": 2}}]}, "warm_replicas"),  # one of those that it names
+    ({"pools": [POOL | {"scaling": {"warm_replicas": 1.5}}]}, "/pools/0/scaling/warm_replicas"),
+    ({"pools": [POOL | {"scaling": {"start_s": 3_000_000}}]}, "/pools/0/scaling/start_s"),
+    ({"pools": [POOL | {"scaling": {"time_of_day": 1}}]}, "/pools/0/scaling/time_of_day"),
+    ({"pools": [POOL | {"scaling": {"wait_s": {}}}]}, "/pools/0/scaling/wait_s"),
+    ({"pools": [POOL | {"scaling": {"wait_s": {"10": 5}}}]}, "/pools/0/scaling/wait_s"),
+    ({"pools": [POOL | {"scaling": {"cost_per_hour": 5}}]}, "pools: demo: scaling.replica_hour must be set"),
+    ({"pools": [POOL | {"scaling": {"cost_per_hour": 5, "replica_hour": 6}}]}, "pools: demo: scaling.cost_per_hour"),
+    ({"pools": [POOL | {"scaling": {"least_headroom": 0.5}}]}, "pools: demo: scaling.most_headroom must be at least"),
     ({"gateway": {"resources": {"requests": None}}}, "requests"),  # the HorizontalPodAutoscaler needs them
     ({"poolDefaults": {"replicas": None}}, "replicas"),  # null takes a default away
     ({"pools": [POOL | {"replicas": None}]}, "/pools/0/replicas"),
@@ -306,6 +319,52 @@ def test_odd_values_are_refused_by_name(values, told, tmp_path):
     with pytest.raises(InvalidArgument) as caught:
         rendered(values, tmp=tmp_path)
     assert told in str(caught.value)
+
+
+LESS = st.sampled_from([0, 0.3, 1, 2.5, 10])
+SECONDS = st.sampled_from([0, 0.1, 90, 86_400, 86_401])
+STEPS = st.sampled_from([0, 1, 1.5, 10_000, 10_001])
+MONEY = st.sampled_from([0, 0.1, 0.7, 2, 1e9, 2e9])
+SCALING = st.fixed_dictionaries(
+    {},
+    optional={
+        "warm_replicas": STEPS,
+        **dict.fromkeys(("step_up", "step_down"), STEPS),
+        **dict.fromkeys(("least_headroom", "most_headroom"), LESS),
+        **dict.fromkeys(("up_cooldown_s", "down_cooldown_s", "zero_after_s", "start_s", "slow_start_s"), SECONDS),
+        **dict.fromkeys(("tokens_per_s", "replica_hour", "cost_per_hour"), MONEY),
+        "time_of_day": st.sampled_from([True, False, 1]),
+        "wait_s": st.dictionaries(st.sampled_from(["0", "5", "9", "10", "a"]), SECONDS, max_size=3),
+    },
+)
+
+
+@needs_helm
+@pytest.mark.slow
+@settings(
+    max_examples=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(scaling=SCALING, least=st.integers(0, 3))
+@example(scaling={"wait_s": {"5": 30, "0": 1.5}, "replica_hour": 0.1, "cost_per_hour": 0.7, "step_up": 2}, least=3)
+def test_the_chart_takes_the_rules_that_the_scaler_takes(scaling, least, tmp_path):
+    bounds = {"min": least, "max": 4}
+    try:
+        rules = {"min_replicas": least, "max_replicas": 4, **scaling}
+        expected = scaling_rules.Rules.model_validate({"pools": {"demo": rules}})
+    except ValueError:
+        expected = None
+    values = {"pools": [POOL | {"replicas": bounds, "scaling": scaling}], "keda": {"enabled": True}}
+    try:
+        text = rendered(values, tmp=tmp_path)
+    except InvalidArgument as error:
+        assert expected is None and "scaling" in str(error)
+        return
+    (found,) = [each["data"]["rules.toml"] for each in chart.documents(text) if "rules.toml" in each.get("data", {})]
+    (tmp_path / "rules.toml").write_text(found)
+    assert expected is not None and scaling_rules.read(str(tmp_path / "rules.toml")) == expected
 
 
 POOL_NAME = st.from_regex(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?", fullmatch=True)
@@ -400,3 +459,74 @@ def test_two_releases_of_long_names_share_no_name(tmp_path):
     first, second = (rendered({}, "a" * 52 + end, tmp_path) for end in "bc")
     names = [{(d["kind"], d["metadata"]["name"]) for d in chart.documents(text)} for text in (first, second)]
     assert not names[0] & names[1]
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """Tells helm ``kinds``, and of each workload that it runs with ``replicas``; None: that there is none."""
+
+    replicas: int | None = None
+    kinds: dict[str, set[str]] = {}  # by version
+
+    def do_GET(self):
+        found = self.found(self.path.partition("?")[0].strip("/").split("/"))
+        data = json.dumps(found or {"kind": "Status", "reason": "NotFound", "code": 404}).encode()
+        self.send_response(200 if found else 404)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def found(self, parts):
+        kinds = self.kinds
+        match parts:
+            case ["version"]:
+                return {"major": "1", "minor": "37", "gitVersion": "v1.37.0"}
+            case ["api"]:
+                return {"kind": "APIVersions", "versions": ["v1"]}
+            case ["apis"]:
+                versions = [{"groupVersion": one, "version": one.split("/")[1]} for one in kinds if "/" in one]
+                groups = [{"name": one["groupVersion"].split("/")[0], "versions": [one]} for one in versions]
+                return {"kind": "APIGroupList", "groups": groups}
+            case ["api" | "apis", *version] if "/".join(version) in kinds:
+                resources = [
+                    {"name": f"{kind.lower()}s", "kind": kind, "namespaced": True, "verbs": ["get"]}
+                    for kind in kinds["/".join(version)]
+                ]
+                return {"kind": "APIResourceList", "groupVersion": "/".join(version), "resources": resources}
+            case ["apis", "apps", "v1", "namespaces", "llm", plural, name] if self.replicas is not None:
+                kind = {"deployments": "Deployment", "statefulsets": "StatefulSet"}[plural]
+                own = {"meta.helm.sh/release-name": "trident", "meta.helm.sh/release-namespace": "llm"}
+                labels = {"app.kubernetes.io/managed-by": "Helm"}
+                of = {"name": name, "namespace": "llm", "annotations": own, "labels": labels}
+                return {"apiVersion": "apps/v1", "kind": kind, "metadata": of, "spec": {"replicas": self.replicas}}
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
+@needs_helm
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [7, 0, None])
+def test_workloads_that_are_scaled_keep_the_replicas_that_run(live, tmp_path, monkeypatch):
+    """Without ``replicas`` Kubernetes would set 1 where an earlier version of the release had them."""
+    kinds = {each["apiVersion"]: set() for each in golden("full")}
+    for each in golden("full"):
+        kinds[each["apiVersion"]].add(each["kind"])
+    monkeypatch.setattr(Api, "kinds", kinds)
+    monkeypatch.setattr(Api, "replicas", live)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = tmp_path / "config"
+        cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        context = {"name": "c", "context": {"cluster": "c", "user": ""}}
+        config.write_text(json.dumps({"clusters": [cluster], "contexts": [context], "current-context": "c"}))
+        values = ["--values", str(chart.CASES / "full" / "values.yaml"), "--namespace", "llm"]
+        asked = ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", str(config)]
+        command = [str(chart.HELM), "template", "trident", str(chart.CHART), *values, *asked]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    found = {each["metadata"]["name"]: each["spec"].get("replicas") for each, _ in pods(chart.documents(done.stdout))}
+    assert found.pop("trident-scaler") == 1
+    assert set(found.values()) == {live} and len(found) == 4

@@ -61,6 +61,34 @@ def test_prompts_tool_calls_and_their_results_lose_personal_data():
         PersonalData(keep=["MAIL"])
 
 
+def test_only_fields_of_the_protocol_are_no_text():
+    mail = "a.b@c.example"
+    odd = {"name": mail, "id": mail, "type": [mail], "role": {"name": mail}, "function": {"name": mail}}
+    clean = json.loads(json.dumps(odd).replace(mail, "[EMAIL]"))
+    function = {"name": mail, "arguments": odd}
+    message = {
+        "role": "assistant",
+        "name": mail,
+        "content": [{"type": mail, "text": mail, "name": mail}],
+        "tool_calls": [{"id": mail, "type": "function", "name": mail, "function": function}],
+        "more": odd,
+    }
+    for arguments in (odd, json.dumps(odd)):
+        function["arguments"] = arguments
+        [found] = PersonalData().request(GenerationRequest(messages=(message,)), CALL).messages
+        assert (found["role"], found["name"], found["more"]) == ("assistant", mail, clean)
+        assert found["content"] == [{"type": mail, "text": "[EMAIL]", "name": "[EMAIL]"}]
+        [call] = found["tool_calls"]
+        assert (call["id"], call["name"], call["function"]["name"]) == (mail, "[EMAIL]", mail)
+        told = call["function"]["arguments"]
+        assert (json.loads(told) if isinstance(told, str) else told) == clean
+    output = PersonalData().output("arguments", CALL)
+    assert output.feed(json.dumps(odd)) == "" and json.loads(output.finish()) == clean
+    result = {"role": "tool", "tool_call_id": mail, "content": mail}
+    [found] = PersonalData().request(GenerationRequest(messages=(result,)), CALL).messages
+    assert found == {"role": "tool", "tool_call_id": mail, "content": "[EMAIL]"}
+
+
 def test_arguments_stay_json_and_cut_ones_are_redacted_as_text():
     whole = PersonalData().output("arguments", CALL)
     assert whole.feed('{"to": "a\\u0040b') == whole.feed('.example"}') == "" and whole.finish() == '{"to": "[EMAIL]"}'

@@ -364,6 +364,30 @@ def test_the_start_of_a_replica_is_measured():
     assert pool.state["start_s"] == pytest.approx(120.0, abs=6)
 
 
+@pytest.mark.parametrize("target", [None, 4])
+def test_the_return_of_a_replica_is_no_start(target: int | None):
+    rules, load = PoolRules(max_replicas=20), Load(arrived_per_s=200.0, ready=4, tokens_per_s=100.0)
+    state, at_s = None, NOW_S
+    for ready in (4, 4, 3, 3, 4, 2, 3, 4, 4):
+        decision = decide(rules, replace(load, ready=ready), state, at_s, target)
+        state, at_s = again(decision), at_s + 5
+        assert decision.wanted == 4 and decision.starting == 4 - ready and state["start_s"] == 0
+    ordered = decide(rules, replace(load, arrived_per_s=5000.0), state, at_s, target)
+    assert ordered.wanted > 4
+    come = replace(load, arrived_per_s=5000.0, ready=ordered.wanted)
+    assert decide(rules, come, again(ordered), at_s + 90, target and ordered.wanted).state["start_s"] == 90
+
+
+def test_beside_a_lost_replica_no_start_is_measured():
+    rules, load = PoolRules(max_replicas=20), Load(arrived_per_s=200.0, ready=3, tokens_per_s=100.0)
+    state = decide(rules, replace(load, ready=4), None, NOW_S).state
+    ordered = decide(rules, replace(load, arrived_per_s=5000.0), state, NOW_S + 5)
+    assert ordered.wanted > 4
+    for ready, at_s in ((4, 10), (ordered.wanted, 90)):  # which of them returned, and which was started?
+        ordered = decide(rules, replace(load, arrived_per_s=5000.0, ready=ready), again(ordered), NOW_S + at_s)
+        assert ordered.state["start_s"] == 0
+
+
 def test_ceiling_and_floor_are_told():
     load = Load(arrived_per_s=5000.0, ready=3, tokens_per_s=100.0)
     rules = PoolRules(max_replicas=10, replica_hour=2.0, cost_per_hour=6.0)

@@ -41,6 +41,28 @@ async def test_it_decides_for_every_pool_of_the_pages(served: Pages):
     assert scaler.decisions["main"].wanted == 9 and scaler.decisions["main"].rule == "unknown"
 
 
+async def test_a_pool_that_is_gone_is_forgotten(served: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state, rules = tmp_path / "state.json", tmp_path / "rules.toml"
+    rules.write_text("[pools.kept]\nmin_replicas = 2\n")
+    scaler, registry = made(served, state=state, config=str(rules)), CollectorRegistry()
+    registry.register(scaler)
+    served.texts["1"] = page() + page().replace('"main"', '"kept"')
+    await read(scaler)
+    served.texts["1"] = page().replace('"main"', '"other"')
+    await read(scaler)  # it was named a moment ago
+    assert scaler.decisions.keys() == {"main", "kept", "other"}
+    monkeypatch.setattr("cluster.scaling.scaler.FORGET_S", 0.0)
+    scaler.reader._stale_s = 0.0  # a page that cannot be read may name it
+    scaler.step()
+    assert scaler.decisions.keys() == {"main", "kept", "other"}
+    scaler.reader._stale_s = 1e9
+    scaler.step()
+    assert scaler.decisions.keys() == scaler.loads.keys() == {"kept", "other"}
+    assert json.loads(state.read_text()).keys() == {"kept", "other"}
+    assert registry.get_sample_value("trident_scaler_known", {"pool": "main"}) is None
+    assert registry.get_sample_value("trident_scaler_known", {"pool": "kept"}) == 0
+
+
 async def test_the_state_outlives_a_restart(served: Pages, tmp_path: Path):
     path = tmp_path / "state.json"
     scaler = made(served, state=path)

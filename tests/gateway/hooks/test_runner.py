@@ -93,3 +93,21 @@ async def test_a_late_call_that_returns_is_no_hang(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0.005)
     check(one, job)
     assert one.hangs == 0
+
+
+async def test_a_call_that_found_no_thread_in_time_is_no_hang(monkeypatch: pytest.MonkeyPatch):
+    check, late, go = Runner._check, asyncio.Queue(), threading.Event()
+    monkeypatch.setattr(Runner, "_check", lambda self, job: late.put_nowait(job))
+    one = made(threads=1)
+    first = asyncio.ensure_future(one.call(go.wait, 60))
+    await asyncio.sleep(0)
+    one._timeout_s = 0.005
+    monkeypatch.setattr(runner, "HANG_S", 0.0)
+    with pytest.raises(asyncio.TimeoutError):
+        await one.call(plus, 1)
+    waited, workers = await late.get(), {*one._workers}
+    one._timeout_s = 60.0
+    go.set()
+    assert await first and await one.call(plus, 1) == 2  # the thread passed over the call between them
+    check(one, waited)
+    assert one.hangs == 0 and one._workers == workers and await one.call(plus, 1) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,6 +153,26 @@ def test_a_bad_file_is_told_by_its_place(tmp_path: Path, text: str, problem: str
         written(tmp_path, text)
     assert problem in str(raised.value)
     assert "1.0.0.toml" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["json", "string", "list"])
+@pytest.mark.parametrize("levels", [300, 1020])
+def test_a_value_of_too_many_levels_is_refused_by_name(tmp_path: Path, kind: str, levels: int):
+    text = f'[variables.x]\ntype = "{kind}"\nexample = []\n[[messages]]\nrole = "user"\ncontent = "{{{{ x }}}}"'
+    nested = orjson.loads("[" * levels + "]" * levels)
+    with pytest.raises(InvalidArgument) as raised:
+        written(tmp_path, text.replace("[]", "''") if kind == "string" else text).render({"x": nested})
+    assert raised.value.field in ("prompt.variables.x", "prompt.variables.x.0")
+    assert kind != "json" or "at most 254 levels" in raised.value.problem
+
+
+def test_json_of_a_file_that_cannot_be_written_is_told_by_its_place(tmp_path: Path):
+    text = '[variables.x]\ntype = "json"\ndefault = {}\n[[messages]]\nrole = "user"'
+    for default in ("[" * 254 + "]" * 254, str(2**63)):
+        written(tmp_path, text.format(default))
+    for default in ("[" * 255 + "]" * 255, str(2**64)):
+        with pytest.raises(InvalidArgument, match="variables.x.default: must have at most 254 levels, and integers of"):
+            written(tmp_path, text.format(default))
 
 
 def test_json_values_are_written_with_few_tokens(tmp_path: Path):

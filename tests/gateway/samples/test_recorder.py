@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 
@@ -63,6 +64,50 @@ async def test_only_tenants_that_opted_in_are_kept_redacted_and_only_where_the_c
             assert sample["reasons"] == ["fraction"] and sample["finish_reason"] == "stop"
             assert sample["tenant"] == "acme/in" and sample["input_tokens"] > 0 and sample["duration_s"] > 0
             assert SampleStore(tmp_path / "samples", None).tenants() == ["acme/in"]
+
+
+async def test_token_ids_in_which_no_pattern_finds_anything_are_not_kept(tmp_path):
+    async with FakeReplica(lambda seen: Script(("call", " +49 30 1234567", "!"))) as replica:
+        async with sampled(tmp_path, replica) as running:
+            assert (await complete(running, prompt=[71901, 71902]))[0] == 200
+            await flushed(running)
+            [sample] = kept(tmp_path)
+            assert sample["output"] == "call [PHONE]!"
+            assert "text_input" not in sample and "7190" not in json.dumps(sample)
+
+
+async def test_a_deletion_holds_for_requests_that_wait_for_a_slot(tmp_path):
+    gate, rules = asyncio.Event(), "fraction = 1.0\n[admission]\nmax_running = 1"
+    async with FakeReplica(lambda seen: Script((" a",), gate=gate)) as replica:
+        async with sampled(tmp_path, replica, rules=rules) as running:
+            store, admission = running.service.samples.store, running.service.admission
+            both = [asyncio.create_task(complete(running, prompt=prompt)) for prompt in ("one", "two")]
+            await until(lambda: admission.running == admission.waiting == 1)
+            store.delete("acme/in")
+            gate.set()
+            assert [status for status, *_ in await asyncio.gather(*both)] == [200, 200]
+            await complete(running, prompt="three")
+            await flushed(running)
+            assert [sample["text_input"] for sample in kept(tmp_path)] == ["three"]
+
+
+@pytest.mark.slow
+async def test_a_deletion_holds_for_requests_that_are_refused_after_it(tmp_path):
+    gate, rules = asyncio.Event(), 'keep = ["refused", "failure"]\n[admission]\nmax_running = 1\nmax_wait_s = 1'
+    async with FakeReplica(lambda seen: Script((" a",), gate=gate)) as replica:
+        async with sampled(tmp_path, replica, rules=rules) as running:
+            store, admission = running.service.samples.store, running.service.admission
+            first = asyncio.create_task(complete(running))
+            await until(lambda: admission.running == 1)
+            second = asyncio.create_task(complete(running, prompt="two"))
+            await until(lambda: admission.waiting == 1)
+            store.delete("acme/in")
+            assert (await second)[0] == 504
+            gate.set()
+            await first
+            await flushed(running)
+            assert kept(tmp_path) == []
+            assert (await running.metrics())['trident_gateway_samples_lost_total{reason="deleted"}'] == 1
 
 
 async def test_the_log_names_a_team_whose_callers_have_tokens(tmp_path, caplog):

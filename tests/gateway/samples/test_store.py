@@ -194,6 +194,36 @@ def test_a_rating_keeps_a_held_request_and_the_latest_one_counts(store):
         store.rate("a", rating("one", choice=1, comment="once more"), RULES)
 
 
+@pytest.mark.parametrize("kinds", [(KEPT, HELD), (HELD, KEPT), (KEPT, KEPT), (HELD, HELD)])
+@pytest.mark.parametrize("later_s", [0.0, 0.5])
+def test_a_rating_of_all_choices_reaches_those_of_other_files(store, kinds, later_s):
+    hour_s = NOW // 3600 * 3600 + 3600
+    for choice, kind in enumerate(kinds):
+        store.append("a", kind, [sample("one", choice=choice, time_s=hour_s + (choice - 0.5) * later_s)], RULES)
+    assert store.rate("a", rating("one", "up"), RULES)
+    assert {one["choice"]: one["feedback"]["rating"] for one in store.samples("a")} == {
+        choice: "up" for choice, kind in enumerate(kinds) if kind == KEPT
+    }
+    first = store.rate("a", rating("one"), RULES)
+    for _ in range(2):
+        assert sorted((one["choice"], one["feedback"]["rating"]) for one in store.samples("a")) == [
+            (0, "down"),
+            (1, "down"),
+        ]
+        assert store.rate("a", rating("one"), RULES) == first
+
+
+def test_a_rating_that_is_refused_changes_no_file(store):
+    hour_s = NOW // 3600 * 3600 + 3600
+    store.append("a", KEPT, [sample("one", choice=0, time_s=hour_s + 0.1)], RULES)
+    store.append("a", KEPT, [sample("one", choice=1, time_s=hour_s - 0.1)], RULES)
+    for number in range(MAX_CHANGES):
+        store.rate("a", rating("one", choice=1, comment=str(number)), RULES)
+    with pytest.raises(InvalidArgument, match="fewer than 20 ratings"):
+        store.rate("a", rating("one"), RULES)
+    assert ["feedback" in one for one in store.samples("a")] == [True, False]
+
+
 WRITER = """
 import sys, time
 from pathlib import Path

@@ -25,6 +25,14 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 
+{{/* replicas of (dict "root" $ "kind" KIND "name" NAME), a workload that KEDA or an HPA scales: as many as it has now.
+Where an earlier version of the release had replicas and this one had none, Kubernetes would set 1. */}}
+{{- define "trident.liveReplicas" -}}
+{{- with lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+replicas: {{ int .spec.replicas }}
+{{- end -}}
+{{- end -}}
+
 {{/* A pool with the defaults that it does not set, as JSON. */}}
 {{- define "trident.pool" -}}
 {{- mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool) | toJson -}}
@@ -110,6 +118,12 @@ pools = {{ $pools | toJson }}
 {{- if lt (int $pool.replicas.max) (int $pool.replicas.min) }}{{ fail (printf "%s: replicas.max must be at least replicas.min (%d), got %d" $at (int $pool.replicas.min) (int $pool.replicas.max)) }}{{ end -}}
 {{- if and $.Values.keda.enabled (lt (int $pool.replicas.max) 1) }}{{ fail (printf "%s: replicas.max must be at least 1 with keda.enabled, got 0" $at) }}{{ end -}}
 {{- range $rule, $_ := $pool.scaling }}{{ if has $rule (list "min_replicas" "max_replicas") }}{{ fail (printf "%s: scaling.%s: replicas sets it, so it must not be given" $at $rule) }}{{ end }}{{ end -}}
+{{- /* 0.2 and 0.4 are the law's. */ -}}
+{{- $least := dig "least_headroom" 0.2 $pool.scaling | float64 }}{{ $most := dig "most_headroom" 0.4 $pool.scaling | float64 -}}
+{{- if gt $least $most }}{{ fail (printf "%s: scaling.most_headroom must be at least scaling.least_headroom (%v), got %v" $at $least $most) }}{{ end -}}
+{{- $hour := dig "replica_hour" 0.0 $pool.scaling | float64 }}{{ $cost := dig "cost_per_hour" 0.0 $pool.scaling | float64 }}{{ $floor := max 1 (int $pool.replicas.min) -}}
+{{- if and $cost (not $hour) }}{{ fail (printf "%s: scaling.replica_hour must be set with scaling.cost_per_hour, got 0" $at) }}{{ end -}}
+{{- if and $cost (lt (addf (divf $cost $hour) 1e-9) (float64 $floor)) }}{{ fail (printf "%s: scaling.cost_per_hour must pay for %d of scaling.replica_hour, got %v" $at $floor $cost) }}{{ end -}}
 {{- if le (int $pool.drainSeconds) $longest }}{{ fail (printf "%s: drainSeconds must be more than gateway.requestTimeoutSeconds (%d), or streams are cut off, got %d" $at $longest (int $pool.drainSeconds)) }}{{ end -}}
 {{- if and (eq $pool.kind "trtllm") (lt (int $pool.gpus) 1) }}{{ fail (printf "%s: gpus must be at least 1 for kind trtllm, got 0" $at) }}{{ end -}}
 {{- if and (eq $pool.kind "cpu") (gt (int $pool.gpus) 0) }}{{ fail (printf "%s: gpus must be 0 for kind cpu, got %d" $at (int $pool.gpus)) }}{{ end -}}
