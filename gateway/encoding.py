@@ -179,6 +179,7 @@ class Encoding:
         size, began_s = len(call.payload) / 4, time.monotonic()
         replica.work.reserve(size)
         replica.sent()
+        sent_s = time.monotonic()
         ended: TridentError | None = Cancelled("the caller left")
         try:
             response = await replica.channel.call(call, timeout_s, replica.metadata("", parent))
@@ -192,7 +193,7 @@ class Encoding:
         finally:
             replica.work.subtract(size)
             replica.work.release()
-            replica.ended(ended, 0.0 if ended is None else time.monotonic() - began_s)
+            replica.ended(ended, 0.0 if ended is None else time.monotonic() - began_s, sent_s)
 
 
 def _array(parts: list[Encoded]) -> np.ndarray:

@@ -126,7 +126,7 @@ def rendezvous(key: str, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
 
 def rank(name: str, key: str, weight: float) -> float:
     """Return the rank of ``name`` for ``key`` in weighted rendezvous hashing, the same on every machine."""
-    digest = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{name}\0{key}".encode(errors="surrogatepass"), digest_size=8).digest()
     return -weight / math.log((int.from_bytes(digest, "big") + 0.5) / 2**64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from clients.replica_set.costs import Costs
@@ -59,10 +60,11 @@ class Replica:
     def sent(self) -> None:
         """Take note of a request that has been sent."""
 
-    def ended(self, error: TridentError | None, silent_s: float) -> None:
+    def ended(self, error: TridentError | None, silent_s: float, sent_s: float = math.inf) -> None:
         """Take note of a request's end.
 
         silent_s: since the replica last generated a token for any request, 0 if it did for this one.
+        sent_s: when the request was sent.
         """
         if error is None or isinstance(error, Unavailable):
             self.observe(error is None)
@@ -107,9 +109,9 @@ class ReservedCall:
         self.url = replica.url
         self._replica = replica
         self.call = replica.channel.generate(payload, remaining_s, metadata)
-        self._sent_s = time.monotonic()
         self._reservation = Reservation(replica.work, costs, request)
         replica.sent()
+        self._sent_s = time.monotonic()
 
     def began(self) -> None:
         self._reservation.began()
@@ -118,6 +120,6 @@ class ReservedCall:
         self._reservation.release()
         # Time in the queue of a replica that serves other requests is not silence.
         heard_s = max(self._sent_s, self._replica.progress_s)
-        self._replica.ended(error, 0.0 if response.started else time.monotonic() - heard_s)
+        self._replica.ended(error, 0.0 if response.started else time.monotonic() - heard_s, self._sent_s)
         if error is None:
             self._reservation.learn(response)

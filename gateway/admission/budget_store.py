@@ -26,6 +26,7 @@ from gateway.usage.writer import Writer
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+    from redis.exceptions import RedisError
 
 # Longer than any request takes, queueing included; the caller passes the real bound.
 LEASE_S = 900.0
@@ -261,7 +262,7 @@ class RedisStore:
         self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
     ) -> Reservation:
         """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
-        from redis.exceptions import RedisError, TimeoutError
+        from redis.exceptions import RedisError
 
         required = demands(levels, tokens, least, micros, self._wall())
         reservation_id = secrets.token_hex(8)
@@ -277,7 +278,7 @@ class RedisStore:
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
-            if isinstance(exc, TimeoutError):  # a server that hangs may take the reservation later
+            if _may_run(exc):
                 self._in_background(self._undo(call, pending))
             raise Unavailable("the budget store does not answer", 1.0) from exc
         standings = tuple(Standing(demand, float(left)) for demand, left in zip(required, balances, strict=True))
@@ -349,3 +350,12 @@ class RedisStore:
         organisation = level.partition(" ")[0].partition("/")[0]
         name = f"{self._prefix}:{{{organisation}}}:{bucket}"
         return name, f"{name}:leases"
+
+
+def _may_run(error: RedisError) -> bool:
+    """Return whether a call that failed so may have been executed, or may be later: it was sent, and not answered."""
+    from redis.exceptions import ConnectionError as NotConnected
+    from redis.exceptions import TimeoutError as NotAnswered
+
+    broke = error.__context__ is None or isinstance(error.__context__, (ConnectionResetError, BrokenPipeError))
+    return isinstance(error, NotAnswered) or (type(error) is NotConnected and broke)

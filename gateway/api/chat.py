@@ -8,6 +8,7 @@ from typing import Any
 from clients.wire.completion import Completion
 from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
 from gateway.api.schemas import ChatRequest
+from gateway.api.tool_schemas import is_whole
 from gateway.api.vocabulary import Vocabulary
 
 
@@ -20,7 +21,7 @@ class ChatFormatter:
     def __init__(self, request: ChatRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
         self._request, self._vocabulary = request, vocabulary
         self._head = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": request.model}
-        self._called: set[int] = set()  # choices with tool calls
+        self._calls: dict[int, dict[int, list[str]]] = {}  # the parts of each call's arguments, by choice and call
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
         """Return the chunk that precedes the first text, if there is one."""
@@ -70,9 +71,10 @@ class ChatFormatter:
         return parts
 
     def _reason(self, choice: int, output: TokenDelta | Completion) -> str | None:
-        if output.sections is not None and output.sections.tool_calls:
-            self._called.add(choice)
-        if output.finish_reason is FinishReason.STOP and choice in self._called:
+        for call in output.sections.tool_calls if output.sections is not None else ():
+            self._calls.setdefault(choice, {}).setdefault(call.index, []).append(call.arguments)
+        calls = self._calls.get(choice, {}).values()
+        if output.finish_reason is FinishReason.STOP and calls and all(is_whole("".join(parts)) for parts in calls):
             return "tool_calls"
         return output.finish_reason.value if output.finish_reason else None
 

@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, StrictStr, WithJsonSchema
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import StrictModel, check_levels
 
 # In an engine's errors: the place in a schema, and behind the problem the place of the schema in a structural tag.
 _PLACE = re.compile(r"#((?:/[^\s/]*)+)")
@@ -144,7 +144,15 @@ def _dotted(place: re.Match[str] | None) -> str:
 
 def _guide(field: str, kind: str, value: Any) -> Guide:
     """Return the guide that a field describes. value: a text, or what becomes JSON."""
+    parsed = value
+    if isinstance(value, str) and kind in ("json_schema", "structural_tag"):
+        try:
+            parsed = orjson.loads(value)
+        except orjson.JSONDecodeError as exc:
+            what = "a JSON schema" if kind == "json_schema" else "a structural tag"
+            raise InvalidArgument(field, f"must be {what} or its text, got text that is not JSON: {exc}") from exc
     try:
-        return Guide(kind, value if isinstance(value, str) else orjson.dumps(value).decode())
-    except orjson.JSONEncodeError as exc:
-        raise InvalidArgument(field, "must be a schema of fewer levels") from exc
+        check_levels(parsed)
+    except ValueError as exc:
+        raise InvalidArgument(field, str(exc)) from exc
+    return Guide(kind, value if isinstance(value, str) else orjson.dumps(value).decode())

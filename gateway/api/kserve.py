@@ -220,14 +220,19 @@ class KServeEndpoint(GrpcEndpoint):
     ) -> TridentError | None:
         """Serve one request of ``size`` bytes. Returns the error that was sent in band; raises one that was not."""
         service = self._service
-        tenant = await service.tenant(carrier)
-        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as lease:
-            try:
-                lease.take(size)
-            except Overloaded as error:
-                service.metrics.rejections.labels(refusal_reason(error)).inc()
-                raise
-            return await self._generate(request, tenant, carrier, context, writer)
+        try:
+            tenant = await service.tenant(carrier)
+            with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as lease:
+                try:
+                    lease.take(size)
+                except Overloaded as error:
+                    service.metrics.rejections.labels(refusal_reason(error)).inc()
+                    raise
+                return await self._generate(request, tenant, carrier, context, writer)
+        except TridentError:
+            raise
+        except Exception as exc:
+            raise _unexpected(context, _quoted(request, carrier)) from exc
 
     async def _generate(
         self,
@@ -297,11 +302,7 @@ class KServeEndpoint(GrpcEndpoint):
             error = exc
             raise for_caller(exc, request_context.request_id) from exc
         except Exception as exc:
-            if context.done():  # gRPC raises several errors when the client disconnects during a write
-                error = Cancelled("the client disconnected")
-                raise error from exc
-            _LOG.exception("unhandled exception in request %s", request_context.request_id.replace("%", "%%"))
-            error = EngineFailed(f"the gateway failed; quote {request_context.request_id} when you report it")
+            error = _unexpected(context, request_context.request_id)
             raise error from exc
         finally:
             generation.close(error)
@@ -621,9 +622,13 @@ def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.Servi
 
 
 def _request_context(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> RequestContext:
-    quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
-    session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
+    quoted, session = _quoted(request, carrier), carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
     return RequestContext(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
+
+
+def _quoted(request: service_pb2.ModelInferRequest, carrier: Mapping[str, str]) -> str:
+    """Return the id of a request in logs and messages."""
+    return _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
 
 
 def _quotable(request_id: str) -> str:
@@ -633,6 +638,14 @@ def _quotable(request_id: str) -> str:
 
 def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _unexpected(context: grpc.aio.ServicerContext, request_id: str) -> TridentError:
+    """Return the error that the exception under way is to the caller, and log it."""
+    if context.done():  # gRPC raises several errors when the client disconnects during a write
+        return Cancelled("the client disconnected")
+    _LOG.exception("unhandled exception in request %s", request_id.replace("%", "%%"))
+    return EngineFailed(f"the gateway failed; quote {request_id} when you report it")
 
 
 def _in_band(error: TridentError, request_id: str) -> bytes:

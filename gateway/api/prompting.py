@@ -14,7 +14,7 @@ from clients.wire.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.admission.prompt_tokens import texts_of
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import LevelLimit, StrictModel
 from gateway.choices import together
 from gateway.config.context import ContextRules
 from gateway.config.settings import variable
@@ -39,7 +39,7 @@ class PromptReference(StrictModel):
 
     id: Annotated[StrictStr, Field(min_length=1, max_length=128)]
     version: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
-    variables: dict[StrictStr, Any] | None = None
+    variables: Annotated[dict[StrictStr, Any], LevelLimit] | None = None
 
     @property
     def values(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import PLACE_IN_TAG, GuidedBody, schema_error
 from gateway.api.prompting import PromptReference
-from gateway.api.strict_model import WHOLE, StrictModel
+from gateway.api.strict_model import WHOLE, LevelLimit, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.prompts.template import Rendered
@@ -248,7 +248,7 @@ class ChatRequest(_Sampling):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
-    chat_template_kwargs: Annotated[dict[str, Any], EntryLimit] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], LevelLimit, EntryLimit] | None = None
     reasoning_effort: Literal["none", "medium"] | None = None  # none: no reasoning; medium: as the model is
     include_reasoning: StrictBool | None = None  # whether reasoning is part of the response; it is counted anyway
     functions: _Unsupported = None

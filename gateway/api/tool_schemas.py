@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from contract.errors import InvalidArgument
-from gateway.api.strict_model import WHOLE, StrictModel
+from gateway.api.strict_model import WHOLE, LevelLimit, StrictModel
 
 MAX_TOOLS = 128
 
@@ -22,7 +22,7 @@ class Function(FunctionName):
     """strict: accepted; arguments are held to ``parameters`` in any case."""
 
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], LevelLimit] | None = None
     strict: StrictBool | None = None
 
 
@@ -52,13 +52,17 @@ class ToolCall(StrictModel):
 
     def plain(self, path: str) -> dict[str, Any]:
         """Return the call without its index. path: names it in an error."""
-        try:
-            known = isinstance(orjson.loads(self.function.arguments), dict)
-        except orjson.JSONDecodeError:
-            known = False
-        if not known:
+        if not is_whole(self.function.arguments):
             raise InvalidArgument(f"{path}.function.arguments", "must be a JSON object")
         return self.model_dump(exclude={"index"})
+
+
+def is_whole(arguments: str) -> bool:
+    """Return whether the arguments of a call are a JSON object; those of one that was cut are not."""
+    try:
+        return isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]

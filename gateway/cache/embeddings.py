@@ -95,11 +95,11 @@ class EmbeddingsClient:
         ):
             pass
         except asyncio.CancelledError:
-            self._breaker = self._breaker.left(time.monotonic())
+            self._breaker = self._breaker.left(time.monotonic(), now_s)
             raise
         finally:
             self._outstanding -= 1
-        self._breaker = self._breaker.after(vector is not None, time.monotonic(), _BREAKER)
+        self._breaker = self._breaker.after(vector is not None, time.monotonic(), _BREAKER, now_s)
         return vector
 
     async def aclose(self) -> None:

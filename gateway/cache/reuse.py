@@ -167,7 +167,9 @@ class ResponseReuse:
         generation = SharedGeneration(
             lambda: self._generate(self._with_longest_timeout(requests), context, "miss", store)
         )
-        reader = self._coalescer.follow(key, lambda: generation)
+        # A stream waits, is cut and is refused as its key and its class are: only their own requests may join it.
+        joined = f"{key} {context.tenant.request_class} {context.key}"
+        reader = self._coalescer.follow(joined, lambda: generation)
         return await self._follow(reader, generation, requests, context, "coalesced")
 
     async def _generate(
@@ -338,14 +340,17 @@ class _Recorded:
             await asyncio.sleep(POLL_S)
 
     async def _generated(self) -> ResponseDeltas:
-        record = self._record
+        record, response = self._record, None
         try:
             response = await self._reuse._cached_or_generated(self._requests, self._context, self._control)
-        except BaseException:
+            ids = response.request_id, response.created_s
+            await record.write("head", Head(response.headers, *ids, self._engine, response.reservation).encode())
+        except BaseException as exc:
+            if response is not None:
+                response.close(exc)
+                await response.deltas.aclose()
             await record.delete()
             raise
-        ids = response.request_id, response.created_s
-        await record.write("head", Head(response.headers, *ids, self._engine, response.reservation).encode())
         return self._owned(response, record.generate(response.deltas))
 
     async def _followed(self, head: Head) -> ResponseDeltas:

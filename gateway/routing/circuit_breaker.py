@@ -8,6 +8,7 @@ out too. The breaker observes real requests and reacts at once where probes need
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -36,7 +37,10 @@ class BreakerPolicy:
 
 @dataclass(frozen=True)
 class Breaker:
-    """An immutable breaker. until_s: end of the pause during which it allows no request."""
+    """An immutable breaker.
+
+    until_s: end of the pause during which it allows no request; half open: when the trial was sent.
+    """
 
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
@@ -59,9 +63,9 @@ class Breaker:
             return Breaker(BreakerState.HALF_OPEN, self.failures, self.pause_s, now_s)
         return self
 
-    def left(self, now_s: float) -> Breaker:
-        """Return the breaker after an inconclusive request: another trial is allowed."""
-        if self.state is BreakerState.HALF_OPEN:
+    def left(self, now_s: float, sent_s: float = math.inf) -> Breaker:
+        """Return the breaker after an inconclusive request: another trial is allowed. sent_s: see ``after``."""
+        if self.state is BreakerState.HALF_OPEN and sent_s >= self.until_s:
             return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
         return self
 
@@ -71,13 +75,23 @@ class Breaker:
             return self
         return Breaker(BreakerState.CLOSED, max(self.failures, policy.failures - 1))
 
-    def over(self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy) -> Breaker:
-        """Return the breaker after a request ended; see blames_replica."""
+    def over(
+        self,
+        error: TridentError | None,
+        silent_s: float,
+        now_s: float,
+        policy: BreakerPolicy,
+        sent_s: float = math.inf,
+    ) -> Breaker:
+        """Return the breaker after a request ended; see blames_replica and ``after``."""
         bad = blames_replica(error, silent_s)
-        return self.left(now_s) if bad is None else self.after(not bad, now_s, policy)
+        return self.left(now_s, sent_s) if bad is None else self.after(not bad, now_s, policy, sent_s)
 
-    def after(self, ok: bool, now_s: float, policy: BreakerPolicy) -> Breaker:
-        """Return the breaker after a success or failure."""
+    def after(self, ok: bool, now_s: float, policy: BreakerPolicy, sent_s: float = math.inf) -> Breaker:
+        """Return the breaker after a success or failure. sent_s: when the request was sent, a trial not before ``sent``
+        was called."""
+        if self.state is BreakerState.HALF_OPEN and sent_s < self.until_s:
+            return self
         if ok:
             # A request that began before the breaker opened is no trial.
             return self if self.state is BreakerState.OPEN else _NO_FAILURE

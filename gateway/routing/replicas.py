@@ -123,10 +123,10 @@ class RoutedReplica(Replica):
         if not self.health.healthy:  # it may have been restarted
             self.prefixes = PrefixCache()
 
-    def ended(self, error: TridentError | None, silent_s: float) -> None:
+    def ended(self, error: TridentError | None, silent_s: float, sent_s: float = math.inf) -> None:
         self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
         before, now_s = self.breaker.state, time.monotonic()
-        self.breaker = self.breaker.over(error, silent_s, now_s, self._breaker_policy)
+        self.breaker = self.breaker.over(error, silent_s, now_s, self._breaker_policy, sent_s)
         if isinstance(error, Unavailable):
             self.observe(False)  # as a failed probe
         # After an inconclusive trial it is open and allows the next one at once.
@@ -597,7 +597,7 @@ class Route:
         self._replicas, self._request, self._pinned = replicas, request, pinned
         self.packs, self.sent_packed = not payload, False
         self._traceparent, self._payload = traceparent, payload
-        self._blocks, self._cached = blocks, 0.0
+        self._blocks, self._cached, self._sent_s = blocks, 0.0, 0.0
         self._latest: RoutedReplica | None = None
         self.replica = self.pool = ""
         self.picked: Callable[[], None] = lambda: None
@@ -620,16 +620,16 @@ class Route:
         self._request = changed(self._request, tried=self._request.tried | {replica.url})
         self.sent_to(replica)
         self.picked()
-        model = replicas.model
-        self.sent_packed = self.packs and model == DEFAULT_MODEL and request.stream and replica.metrics.packed
-        if self.sent_packed:
-            model = packed_delta.MODEL
+        self.sent_packed = self.packs and replicas.model == DEFAULT_MODEL and request.stream and replica.metrics.packed
+        model = packed_delta.MODEL if self.sent_packed else replicas.model
         payload = self._payload or infer_request.generation(request, model, remaining_s, timings=True)
         if self._payload and self.sent_packed:
             payload += protobuf.text(1, model)  # the name that stands last counts
         metadata = replica.metadata(request.request_id, self._traceparent)
         data = replica.prioritised(payload, self.priority)
-        return ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)
+        call = ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)
+        self._sent_s = time.monotonic()
+        return call
 
     def ordered(self, most: int, outside: frozenset[str]) -> list[RoutedReplica]:
         """Return up to ``most`` ready replicas of its pool, best first, for a request that another program sends.
@@ -697,4 +697,4 @@ class Route:
     def was_silent(self, error: TridentError) -> None:
         """Count against the latest replica that it generated nothing for too long."""
         if self._latest is not None:
-            self._latest.ended(error, math.inf)
+            self._latest.ended(error, math.inf, self._sent_s)

@@ -29,6 +29,7 @@ from contract.errors import (
 from contract.generation import (
     FinishReason,
     GenerationRequest,
+    Guide,
     SamplingParams,
     Sections,
     TokenDelta,
@@ -133,9 +134,9 @@ class Upstream:
         lost = (
             lost or bool(request.adapter) or request.input_ids is not None or request.truncate_prompt_tokens is not None
         )
-        # With tools the guide and the special tokens are what a replica needs; an upstream does without.
-        held = request.guide is not None or not request.skip_special_tokens
-        return plain and not lost and (request.tools is not None or not held)
+        if request.tools is not None:  # a guide of calls and the special tokens are what a replica needs for them
+            return plain and not lost and (request.guide is None or not _holds_answer(request.guide))
+        return plain and not lost and request.guide is None and request.skip_special_tokens
 
     def wait_s(self) -> float:
         """Return the seconds until it accepts requests: its Retry-After and its breaker; 0 or less for now."""
@@ -156,12 +157,12 @@ class Upstream:
         self.outstanding += 1
         return UpstreamStream(self, self._events(request, traceparent), request, spend)
 
-    def over(self, error: TridentError | None, silent_s: float) -> None:
+    def over(self, error: TridentError | None, silent_s: float, sent_s: float) -> None:
         self.outstanding -= 1
         now_s = time.monotonic()
         failed = blames_replica(error, silent_s) or isinstance(error, Overloaded)
         self.errors += 0.1 * (0.99 * failed - self.errors)  # below 1, so that it is tried again
-        before, self.breaker = self.breaker, self.breaker.over(error, silent_s, now_s, self._policy)
+        before, self.breaker = self.breaker, self.breaker.over(error, silent_s, now_s, self._policy, sent_s)
         if self.breaker.state is BreakerState.OPEN and before.state is not BreakerState.OPEN:
             _LOG.warning("upstream %s: the breaker opens for %g s after: %s", self.name, self.breaker.pause_s, error)
 
@@ -286,13 +287,14 @@ class UpstreamStream:
     def _ended(self, reading: asyncio.Task) -> None:
         self._spend.settle(self._counted or (self._estimated() if self._tokens else None))
         if not reading.cancelled():
-            self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
+            silent_s = 0.0 if self._tokens else time.monotonic() - self._sent_s
+            self._upstream.over(reading.result(), silent_s, self._sent_s)
             return
         end = self._failure or Cancelled("the stream was left")
         while not self._arrived.empty():
             self._arrived.get_nowait()
         self._arrived.put_nowait(end)
-        self._upstream.over(end, math.inf if self._failure else 0.0)
+        self._upstream.over(end, math.inf if self._failure else 0.0, self._sent_s)
 
     async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
         """Yield text as it arrives; the end waits for the usage that follows it."""
@@ -318,6 +320,19 @@ class UpstreamStream:
     def _estimated(self) -> Usage:
         """Return the usage of a stream that was not counted."""
         return Usage(math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN), self._tokens)
+
+
+def _holds_answer(guide: Guide) -> bool:
+    """Return whether the guide of a request with tools is not that of its calls alone, as the gateway makes it."""
+    if guide.kind != "structural_tag":
+        return True
+    try:
+        last = orjson.loads(guide.text)["format"]
+        while '{"name": "' not in last.get("begin", ""):  # calls stand before the format of an answer
+            last = (last.get("elements") or last.get("tags") or [last["content"]])[-1]
+    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+        return True
+    return False
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,9 +98,8 @@ class Exchange:
         tenant = await service.tenant(headers)
         request_id = headers.get("x-request-id") or new_request_id()
         check_request_id(request_id)
-        operation = "chat" if headers.get(":path", "").startswith("/v1/chat/") else "text_completion"
         session = headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        self._context = RequestContext(tenant, "ext_proc", operation, request_id, headers, session)
+        self._context = RequestContext(tenant, "ext_proc", request.operation_of(headers), request_id, headers, session)
         self._lease = service.bodies.lease(tenant.name, alone=service.configuration.keyless)
         self._subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
         if request.generation(headers) and not message.request_headers.end_of_stream:
@@ -137,7 +136,11 @@ class Exchange:
         permit = await service.admit(requests, context)
         changed = {}
         if permit.requests[0].max_tokens != requests[0].max_tokens:
-            body = read.shortened(permit.requests[0].max_tokens)
+            try:
+                body = read.shortened(permit.requests[0].max_tokens)
+            except BaseException:
+                permit.settle(None)
+                raise
             changed = {"content-length": str(len(body))} if "content-length" in headers else {}
         picked = await self._picked(permit, context, changed)
         self._kept.clear()

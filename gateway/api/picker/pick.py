@@ -50,7 +50,7 @@ class Pick:
         self._replica: RoutedReplica | None = None
         self._reservations: list[Reservation] = []
         self._usage: ResponseUsage | None = None
-        self._first_s = 0.0
+        self._sent_s = self._first_s = 0.0
         self._decoding_s = 0.0, 0.0  # when the first tokens came, and the latest
         self._cut = self._closed = False
         service.live.add(self)
@@ -87,6 +87,7 @@ class Pick:
         self._replica, costs = replica, self._service.replicas.costs_of(replica)
         self._reservations = [Reservation(replica.work, costs, each) for each in self.requests or (_NOT_READ,)]
         replica.sent()
+        self._sent_s = time.monotonic()
         if self._route is not None:
             self._route.sent_to(replica)
 
@@ -153,7 +154,7 @@ class Pick:
         self._release()
         self._permit.settle(usage)
         if replica is not None:
-            replica.ended(error, 0.0)
+            replica.ended(error, 0.0, self._sent_s)
         if error is None and self._usage is not None:
             self._learn(self._usage)
         metrics, context = self._service.metrics, self._context

@@ -5,11 +5,13 @@ The endpoint checks the rest: fields that are not named here go through as they 
 
 from __future__ import annotations
 
+import posixpath
 import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from google.protobuf.message import DecodeError
@@ -24,8 +26,9 @@ GRPC, TRITON, OPENAI = "grpc", "triton", "openai"  # a replica may serve each fo
 FRAME = struct.Struct(">BI")  # in front of a gRPC message: whether it is compressed, its bytes
 _GENERATION = re.compile(
     r"/v1/(chat/completions|completions|responses)|/inference\.GRPCInferenceService/ModelStreamInfer"
-    r"|/v2/models/(?P<model>[^/]+)(/versions/[^/]+)?/generate(_stream)?"
+    r"|/v2/models/(?P<model>.+?)(/versions/[^/]+)?/generate(_stream)?"
 )
+_OPERATION = re.compile(r"/v1/(chat|responses|embeddings|rerank|score)(/|$)")
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _PROMPTS = ("messages", "prompt", "text_input", "input_ids", "input")
 
@@ -35,7 +38,7 @@ class PickRequest:
     """What a body says.
 
     model: that it names. requests: one for each choice.
-    shortened: returns the body with another ``max_tokens``.
+    shortened: returns the body with another ``max_tokens``, or raises InvalidArgument.
     """
 
     model: str
@@ -47,12 +50,18 @@ def form_of(headers: Mapping[str, str]) -> str:
     """Return the form of a request: GRPC, TRITON or OPENAI."""
     if headers.get("content-type", "").startswith("application/grpc"):
         return GRPC
-    return TRITON if headers.get(":path", "").startswith("/v2") else OPENAI
+    return TRITON if _path(headers).startswith("/v2") else OPENAI
+
+
+def operation_of(headers: Mapping[str, str]) -> str:
+    """Return the operation of a request, as metrics, classes and limits name it."""
+    found = _OPERATION.match(_path(headers))
+    return found[1] if found else "text_completion"
 
 
 def generation(headers: Mapping[str, str]) -> re.Match[str] | None:
     """Return the match of a path whose body is read and admitted; None: an endpoint is picked by load alone."""
-    return _GENERATION.fullmatch(headers.get(":path", "").partition("?")[0])
+    return _GENERATION.fullmatch(_path(headers))
 
 
 def read(headers: Mapping[str, str], body: bytes, settings: Settings, timeout_s: float) -> PickRequest | None:
@@ -77,13 +86,17 @@ def read(headers: Mapping[str, str], body: bytes, settings: Settings, timeout_s:
     limits = [limit for limit in _LIMITS if fields.get(limit) is not None]
     default = settings.default_max_tokens if form == OPENAI else kserve.DEFAULT_MAX_TOKENS
     most = min((_integer(fields, limit, default) for limit in limits), default=16 if name == "prompt" else default)
-    tools = orjson.dumps(fields["tools"]).decode() if name == "messages" and fields.get("tools") else None
+    tools = _json("tools", fields["tools"]).decode() if name == "messages" and fields.get("tools") else None
     requests = [
         GenerationRequest(**prompts[place % len(prompts)], tools=tools, max_tokens=max(1, most), timeout_s=timeout_s)
         for place in range(choices)
     ]
     changed = limits or ["max_output_tokens" if name == "input" else "max_tokens"]
-    return PickRequest(model, tuple(requests), lambda tokens: orjson.dumps(fields | dict.fromkeys(changed, tokens)))
+
+    def shortened(tokens: int) -> bytes:
+        return _json("body", fields | dict.fromkeys(changed, tokens))
+
+    return PickRequest(model, tuple(requests), shortened)
 
 
 def _read_grpc(body: bytes, timeout_s: float) -> PickRequest | None:
@@ -104,6 +117,18 @@ def _read_grpc(body: bytes, timeout_s: float) -> PickRequest | None:
         return FRAME.pack(0, len(data)) + data + body[end:]
 
     return PickRequest(message.model_name, (kserve.read(message, timeout_s),), shortened)
+
+
+def _path(headers: Mapping[str, str]) -> str:
+    """Return the path as an endpoint may read it: decoded, without dot segments and empty ones."""
+    return posixpath.normpath("/" + unquote(headers.get(":path", "").partition("?")[0]).lstrip("/"))
+
+
+def _json(field: str, value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as exc:
+        raise InvalidArgument(field, "must have fewer levels of lists and objects: at most 254 can be written") from exc
 
 
 def _prompt(name: str, value: Any) -> dict[str, Any]:

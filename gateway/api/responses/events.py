@@ -13,6 +13,7 @@ from contract.errors import EngineFailed, InvalidArgument, Overloaded, TridentEr
 from contract.generation import FinishReason, TokenDelta, ToolCallDelta, Usage
 from gateway.api.responses.items import PREFIXES
 from gateway.api.sse import encode_event
+from gateway.api.tool_schemas import is_whole
 from gateway.cache.reuse import ResponseDeltas
 
 Event = dict[str, Any]
@@ -122,6 +123,8 @@ class ResponseFold:
         text, item = "".join(self._texts), {**self._item, "status": status}
         if item["type"] == "function_call":
             item["arguments"] = text
+            if not is_whole(text):
+                item["status"] = "incomplete"
             self._add_here("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
             more = {"logprobs": self._listed} if item["type"] == "message" else {}

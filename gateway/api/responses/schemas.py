@@ -12,7 +12,7 @@ from contract.generation import GenerationRequest
 from gateway.api.prompting import PromptReference
 from gateway.api.responses.items import Items, messages_of
 from gateway.api.schemas import WHOLE, ChatRequest, EntryLimit, checked, fields_of
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import LevelLimit, StrictModel
 from gateway.api.tool_schemas import MAX_TOOLS, FunctionName
 from gateway.config.settings import Settings
 from gateway.prompts.template import Rendered
@@ -44,7 +44,7 @@ class FunctionTool(FunctionName):
 
     type: Literal["function"]
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], LevelLimit] | None = None
     strict: StrictBool | None = None
 
 
@@ -105,7 +105,7 @@ class ResponsesRequest(StrictModel):
     include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True), EntryLimit] = []
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), WHOLE] = 0
     service_tier: Literal["auto", "default"] = "default"
-    chat_template_kwargs: Annotated[dict[str, Any], EntryLimit] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], LevelLimit, EntryLimit] = {}
     background: Literal[False] = False
 
     def returned(self) -> dict[str, Any]:

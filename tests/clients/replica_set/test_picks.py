@@ -45,6 +45,11 @@ def test_the_vectors_cover_every_pick() -> None:
     assert {vector["pick"] for vector in VECTORS} == set(picks.BY_NAME)
 
 
+def test_a_key_may_hold_what_json_can_hold() -> None:
+    request = RoutingRequest(prefix=json.loads('"\\ud800"'))
+    assert len(chosen(picks.prefix_affinity(), fleet(0, 0), 9, request)) == 1
+
+
 def test_round_robin_gives_each_its_turn_whatever_the_load() -> None:
     assert chosen(picks.round_robin, fleet(9, 0, 0)) == {"r0": 334, "r1": 333, "r2": 333}
 

@@ -216,9 +216,43 @@ async def test_redis_keys_expire_when_their_bucket_is_full_again(redis_socket: P
 
 async def test_a_store_that_is_gone_is_unavailable(tmp_path: Path) -> None:
     redis = _connect(tmp_path / "nobody")
+    store = RedisStore(redis)
     with pytest.raises(Unavailable, match="budget store"):
-        await RedisStore(redis).reserve(_levels(), 1)
+        await store.reserve(_levels(), 1)
+    assert not store._writing  # what was not sent is not undone
     await redis.aclose()
+
+
+async def test_a_reservation_whose_answer_is_lost_with_its_connection_is_undone(
+    redis_socket: Path, tmp_path: Path
+) -> None:
+    direct, drops = _connect(redis_socket), asyncio.Event()
+    await direct.flushall()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, requests = await asyncio.open_unix_connection(redis_socket)
+        while data := await reader.read(65536):
+            requests.write(data)
+            answer = await answers.read(65536)
+            if drops.is_set():
+                drops.clear()
+                break
+            writer.write(answer)
+        requests.close()
+        writer.close()
+
+    async with await asyncio.start_unix_server(relay, tmp_path / "relay"):
+        redis = _connect(tmp_path / "relay")
+        store = RedisStore(redis, lambda: 1000.0)
+        store.settle(await store.reserve(_levels(), 5), 0)  # the script is known from here on
+        await store.aclose()
+        drops.set()
+        with pytest.raises(Unavailable):
+            await store.reserve(_levels(), 20)
+        await store.aclose()
+        assert _left(await store.reserve(_levels(), 0)) == {ORG: 6000, TEAM: 600, KEY: 60}
+        await redis.aclose()
+    await direct.aclose()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from clients.wire import completion
 from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
 from gateway.api.chat import ChatFormatter
@@ -91,3 +93,13 @@ def test_calls_that_the_limit_has_cut_are_no_end_by_calls() -> None:
     each.chunk(0, CALLED[0])
     chunk = each.chunk(0, TokenDelta(finish_reason=FinishReason.LENGTH))
     assert chunk is not None and chunk["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "cut", [CALLED[:1], [*CALLED[:2], TokenDelta(sections=Sections("", (ToolCallDelta(2, "c", "f"),)))]]
+)
+def test_a_call_that_a_stop_string_has_cut_is_no_end_by_calls(cut: list[TokenDelta]) -> None:
+    each, deltas = formatter(), [*cut, CALLED[-1]]
+    chunks = [each.chunk(0, delta)["choices"][0] for delta in deltas]  # type: ignore[index]
+    [choice] = formatter().response([completion.join(deltas, "r")], {})["choices"]
+    assert chunks[-1]["finish_reason"] == choice["finish_reason"] == "stop"

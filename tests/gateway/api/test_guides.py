@@ -9,6 +9,7 @@ from contract.generation import Guide
 from gateway.api.guides import GuidedBody
 
 SCHEMA = {"type": "object"}
+DEEP = '{"a":' * 201 + "1" + "}" * 201
 NAMED = {"name": "x", "schema": SCHEMA, "strict": True, "description": "y"}
 
 
@@ -45,6 +46,11 @@ def test_each_field_becomes_a_guide(fields, guide):
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar"),
         ({"guided_regex": "a" * 200_000}, "guided_regex"),
         ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_json": json.loads(DEEP)}, "guided_json"),
+        ({"guided_json": DEEP}, "guided_json"),
+        ({"guided_json": "{'type': 'object'}"}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "<tag>"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": DEEP}}, "structured_outputs.structural_tag"),
     ],
 )
 def test_what_contradicts_is_refused_by_field(fields, field):

@@ -106,6 +106,38 @@ async def test_a_cancelled_call_frees_the_replica():
         assert replica.counts.cancelled == 1
 
 
+async def test_a_chat_with_half_a_character_is_the_replicas_to_refuse():
+    made = [tensor for tensor in inputs("x", 2) if tensor.name() != "text_input"]
+    tensor, long = InferInput("messages", [1, 1], "BYTES"), 1000 * "\\ud800"
+    tensor.set_data_from_numpy(np.array([[f'[{{"role": "user", "content": "{long}"}}]']], dtype=object))
+    refused = Script(refuse=InvalidArgument("messages", "must be encodable as UTF-8"))
+    async with FakeReplica(lambda seen: refused) as one, FakeReplica(lambda seen: refused) as two:
+        async with gateway(one, two) as running:
+            [(_, error)] = await send_requests(running, {"request_id": "r", "inputs": [*made, tensor]})
+            assert "InvalidArgument: messages: must be encodable" in error
+            assert one.counts.started + two.counts.started == 1
+
+
+async def test_what_no_code_expects_is_an_error_of_its_request_alone(monkeypatch, caplog):
+    routed = Service.routed
+
+    async def failing(self: Service, model: str, requests, context):
+        if context.request_id == "bad":
+            raise RuntimeError("unexpected")
+        return await routed(self, model, requests, context)
+
+    monkeypatch.setattr(Service, "routed", failing)
+    async with FakeReplica() as replica, gateway(replica) as running:
+        asked = ({"request_id": name, "inputs": inputs("one", 1)} for name in ("bad", "good"))
+        seen = await asyncio.wait_for(send_requests(running, *asked), 30)
+        [error] = [text for name, text in seen if not name]
+        assert "EngineFailed: the gateway failed; quote bad when you report it" in error
+        assert "".join(text for name, text in seen if name == "good") == " one"
+        assert "unexpected" in caplog.text and not running.service.live
+        metrics = await running.metrics()
+        assert (metrics[CODE % "INTERNAL"], metrics[CODE % "OK"]) == (1, 1)
+
+
 REFUSING = "[degradation]\nshorter_at = 0.1\noverflow_at = 0.1\nrefuse_at = 0.1"
 
 

@@ -15,12 +15,13 @@ from contract.generation import GenerationRequest, Guide
 from gateway.api import schemas
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.config.settings import Settings
-from gateway.tools.chat_format import ChatFormat
+from gateway.tools.chat_format import HERMES, TAGGED, ChatFormat
 from gateway.tools.cutter import CutterRules
 
 SETTINGS = Settings()
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+FORMAT = {"type": "json_object"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -36,6 +37,29 @@ def held(body: ChatRequest, form: ChatFormat | None = None) -> tuple[GenerationR
 def completion(**more: Any) -> CompletionRequest:
     body = {"model": "demo", "prompt": "hi", **more}
     return schemas.parse(CompletionRequest, json.dumps(body).encode(), SETTINGS)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def test_tools_and_template_variables_of_too_many_levels_are_refused_by_field() -> None:
+    def tools(levels: int) -> list[dict[str, Any]]:
+        return [TOOL, {"type": "function", "function": {"name": "g", "parameters": nested(levels)}}]
+
+    for form in (ChatFormat(HERMES), ChatFormat(HERMES, reasoning=TAGGED)):
+        request, _ = held(chat(tools=tools(200), chat_template_kwargs=nested(200), response_format=FORMAT), form)
+        assert request.tools is not None and request.guide is not None
+    for fields, name in (
+        ({"tools": tools(201)}, "tools.1.function.parameters"),
+        ({"chat_template_kwargs": nested(201)}, "chat_template_kwargs"),
+        ({"prompt": {"id": "p", "variables": nested(201)}}, "prompt.variables"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{name}: must have at most 200 levels"):
+            chat(**fields)
 
 
 def test_each_choice_of_each_prompt_is_a_request_and_their_seeds_differ() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
 from gateway.cache import records
-from gateway.cache.records import Head, Records, decode, encode, seeded, unfinished
+from gateway.cache.records import Head, Record, Records, decode, encode, seeded, unfinished
 from gateway.choices import ChoiceDelta
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.cache.test_reuse import as_
@@ -88,6 +88,30 @@ async def test_another_gateway_replays_follows_and_resumes_a_stream_byte_for_byt
         assert replica.counts.started == 1
         metrics = await two.metrics()
         assert metrics['trident_gateway_reuse_total{result="replayed"}'] == 2
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_left_while_its_head_is_written_holds_nothing(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, write = asyncio.Event(), Record.write
+
+    async def hanging(record: Record, *fields: str, **more: float) -> None:
+        if fields:
+            writing.set()
+            await asyncio.Event().wait()
+        await write(record, *fields, **more)
+
+    monkeypatch.setattr(Record, "write", hanging)
+    shared = {"redis": f"unix://{redis_socket}", "config": "[reuse]\nidempotency_linger_s = 0.01\n"}
+    async with FakeReplica(lambda seen: script()) as replica, gateway(replica, **shared) as one:
+        await one.service.shared_state.redis.flushall()
+        reading = asyncio.create_task(read(one.base_url, "a"))
+        await asyncio.wait_for(writing.wait(), 30)
+        assert one.service.admission.running == 1
+        reading.cancel()
+        await until(lambda: not one.service.admission.running and not one.service.live)
+        assert not await one.service.shared_state.redis.keys("trident:stream:*")
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 import pytest
 
+from gateway.config.tenants import digest
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
-from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.config.test_configuration import ALICE, BOB, SALT, keys
 from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
@@ -175,6 +176,23 @@ async def test_identical_requests_under_way_share_one_engine_stream_and_each_may
         assert (replica.counts.started, replica.counts.cancelled) == (1, 0)
         assert {headers["x-trident-cache"] for _, headers, _ in answers} <= {"coalesced", "miss"}
         assert running.service.admission.running == 0
+
+
+async def test_a_stream_of_another_class_or_key_is_not_joined():
+    def script(seen: SeenRequest) -> Script:
+        return Script((" t",) * seen.value("max_tokens"), gate=gate)
+
+    gate, config = asyncio.Event(), keys(ALICE) + "[classes.background]\npriority = 7\nmax_tokens = 2\n"
+    config += f'[orgs.o0.teams.t.keys.other]\nhash = "{digest(bytes.fromhex(SALT), BOB).hex()}"\n'
+    async with FakeReplica(script) as replica, gateway(replica, config=config) as running:
+        headers = (as_(ALICE, x_trident_class="background"), as_(ALICE), as_(BOB), as_(BOB))
+        pending = [asyncio.ensure_future(running.post(COMPLETIONS, GREEDY, **named)) for named in headers]
+        await until(lambda: replica.counts.running == 3)
+        await until(lambda: len(running.service.watchdog) >= 4)
+        gate.set()
+        answers = await asyncio.gather(*pending)
+        assert [body["usage"]["completion_tokens"] for _, _, body in answers] == [2, 4, 4, 4]
+        assert sorted(headers["x-trident-cache"] for _, headers, _ in answers) == ["coalesced", "miss", "miss", "miss"]
 
 
 async def test_the_last_reader_to_leave_frees_the_engine():

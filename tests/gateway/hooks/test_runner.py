@@ -67,12 +67,13 @@ async def test_a_call_that_does_not_return_is_counted_and_its_thread_replaced(mo
     monkeypatch.setattr(runner, "HANG_S", 0.02)
     hung: list[int] = []
     one = made(threads=1, timeout_s=0.005, hung=lambda: hung.append(1))
-    for function in (spin, block):
-        with pytest.raises(asyncio.TimeoutError):
-            await one.call(function)
-    threads = {*one._workers, one._loop_thread}
-    while one.hangs < 2:
-        await asyncio.sleep(0.005)
+    threads = set[threading.Thread | None]()
+    for count, function in enumerate((spin, block), 1):
+        while one.hangs < count:  # a call that found no core in time did not begin, and is no hang
+            with pytest.raises(asyncio.TimeoutError):
+                await one.call(function)
+            threads |= {*one._workers, one._loop_thread}
+            await asyncio.sleep(0.05)
     one._timeout_s = 60.0
     assert await one.call(plus, 1) == 2 and await one.call(plus_async, 1) == 2
     assert len(hung) == 2 and threads.isdisjoint({*one._workers, one._loop_thread})
@@ -84,9 +85,11 @@ async def test_a_late_call_that_returns_is_no_hang(monkeypatch: pytest.MonkeyPat
     check, late, go = Runner._check, asyncio.Queue(), threading.Event()
     monkeypatch.setattr(runner, "HANG_S", 0.0)
     monkeypatch.setattr(Runner, "_check", lambda self, job: late.put_nowait(job))
-    one = made(threads=1, timeout_s=0.005)
-    with pytest.raises(asyncio.TimeoutError):
-        await one.call(go.wait, 60)
+    one, began = made(threads=1), threading.Event()
+    call = asyncio.ensure_future(one.call(lambda: began.set() or go.wait(60)))
+    assert await asyncio.to_thread(began.wait, 60)
+    one._timeout_s = 0.005
+    call.cancel()  # given up as a late one is, but not before it has begun
     job = await late.get()
     go.set()
     while not job.ended:

@@ -57,6 +57,13 @@ def test_requests_that_began_before_it_opened_neither_close_it_nor_prolong_it():
     assert opened.after(True, 1.0, POLICY) == opened and opened.after(False, 1.0, POLICY) == opened
 
 
+def test_only_the_trial_decides_a_half_open_breaker():
+    trial = failed(3).sent(10.0)
+    for error in (None, Unavailable("x"), InvalidArgument("a", "b")):
+        assert trial.over(error, 0.0, 11.0, POLICY, sent_s=9.9) is trial
+        assert trial.over(error, 0.0, 11.0, POLICY, sent_s=10.0) is not trial
+
+
 @given(st.lists(st.tuples(st.sampled_from(["ok", "bad", "left"]), st.floats(0, 100)), max_size=60))
 def test_it_never_stays_shut_for_ever_and_never_lets_two_trials_out(events):
     breaker, now_s = Breaker(), 0.0

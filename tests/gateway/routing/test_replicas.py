@@ -74,6 +74,28 @@ async def test_a_trial_that_tells_nothing_does_not_open_the_breaker_again(caplog
             assert told == [known.url] and caplog.text.count("the breaker opens") == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_request_from_before_the_breaker_opened_does_not_decide_for_the_trial(fails: bool):
+    gate, error = asyncio.Event(), EngineFailed("broken")
+    old = Script((" a", " b"), gate=gate, gate_at=1, fail_after=2 if fails else None, error=error)
+    scripts = [old, Script((), fail_after=0, error=error), Script((" a",), stall_after=0)]
+    async with FakeReplica(lambda seen: scripts.pop(0)) as replica:
+        async with gateway(replica, breaker_failures=1, breaker_open_s=0.01) as running:
+            [known] = running.service.replicas.all()
+            first = asyncio.ensure_future(running.post("/v1/completions", REQUEST))
+            await until(lambda: replica.counts.running == 1)
+            assert (await running.post("/v1/completions", REQUEST))[0] == 500
+            await until(lambda: known.breaker.allows(time.monotonic()))
+            trial = asyncio.ensure_future(running.post("/v1/completions", REQUEST))
+            await until(lambda: known.breaker.state is BreakerState.HALF_OPEN)
+            gate.set()
+            assert (await first)[0] == (500 if fails else 200)
+            await until(lambda: known.work.outstanding == 1)
+            assert known.breaker.state is BreakerState.HALF_OPEN
+            trial.cancel()
+            await until(lambda: known.breaker.state is BreakerState.OPEN)
+
+
 async def test_probes_take_a_replica_out_after_three_failures_and_bring_it_back_after_two_successes():
     async with FakeReplica() as replica, gateway(replica, probe_interval_s=0.03) as running:
         assert (await running.get("/health/ready"))[0] == 200

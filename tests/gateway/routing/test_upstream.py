@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator
 from email.utils import formatdate
@@ -25,9 +27,12 @@ from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import ModelPrice, UpstreamEndpoint
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
+from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, NONE, OPEN, TAGGED, ChatFormat
+from gateway.tools.guide import tool_guide
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
 from tests.gateway.running import until
 
+CALLABLE = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 REQUEST = GenerationRequest("one two", max_tokens=5, timeout_s=60.0)
 
 
@@ -126,6 +131,27 @@ async def test_requests_that_openais_protocol_cannot_express_are_not_accepted(ch
         assert not far.understands(GenerationRequest(**{"text_input": "one", "max_tokens": 5, **change}))
 
 
+@pytest.mark.parametrize("reasoning", [NONE, TAGGED, OPEN])
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3, MISTRAL])
+async def test_tools_are_understood_and_a_format_of_the_answer_beside_them_is_not(tools: Any, reasoning: Any):
+    form, tag = ChatFormat(tools, reasoning), {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": "b"}
+    answers = (
+        Guide("json"),
+        Guide("json_schema", '{"type": "object"}'),
+        Guide("choice", '["a", "b"]'),
+        Guide("structural_tag", json.dumps({"type": "structural_tag", "format": tag})),
+    )
+    calls = [
+        tool_guide(CALLABLE, choice, several, form) for choice in ("auto", "required", "f") for several in (True, False)
+    ]
+    formats = [*answers, *(tool_guide(CALLABLE, "auto", False, form, answer) for answer in answers)]
+    asked = GenerationRequest(messages=({"role": "user", "content": "a"},), tools=json.dumps(CALLABLE))
+    async with aiohttp.ClientSession() as session:
+        far = Upstream(session, "far", UpstreamEndpoint(url="http://x/v1"), "m", BreakerPolicy())
+        assert all(far.understands(dataclasses.replace(asked, guide=guide)) for guide in (None, *calls))
+        assert not any(far.understands(dataclasses.replace(asked, guide=guide)) for guide in formats)
+
+
 def test_retry_after_is_seconds_milliseconds_or_a_date_within_an_hour():
     assert retry_after_s({"retry-after": "3"}) == 3 and retry_after_s({"retry-after-ms": "250"}) == 0.25
     assert retry_after_s({"retry-after": "99999"}) == 3600 and retry_after_s({"retry-after": "-1"}) == 0
@@ -139,10 +165,10 @@ async def test_tools_go_there_and_calls_come_back():
     asked = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "before"}
     request = GenerationRequest(
         messages=({"role": "user", "content": "hello"}, asked),
-        tools='[{"type": "function", "function": {"name": "f"}}]',
+        tools=json.dumps(CALLABLE),
         tool_choice="required",
         parallel_tool_calls=False,
-        guide=Guide("structural_tag", "{}"),
+        guide=tool_guide(CALLABLE, "required", False, ChatFormat(HERMES)),
         skip_special_tokens=False,
         timeout_s=60.0,
     )

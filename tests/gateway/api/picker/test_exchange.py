@@ -39,3 +39,19 @@ async def test_a_request_that_ends_with_trailers_is_picked_for():
         assert not answers[1].request_body.response.body_mutation.streamed_response.end_of_stream
         exchange.close()
         assert not running.running.service.live and not running.running.service.bodies.held
+
+
+async def test_a_permit_is_settled_where_its_body_cannot_be_shortened():
+    config = '[classes.short]\npriority = 5\nmax_tokens = 2\noperations = ["responses"]\n'
+    async with pool(1, config=config) as running:
+        service = running.running.service
+        exchange = Exchange(service, lambda error: None)
+        given = header_map(headers("/v1/response%73"))
+        await exchange.answers(pb.ProcessingRequest(request_headers={"headers": given}))
+        body = b'{"model": "demo", "input": "x", "vendor_field": %b%b}' % (b"[" * 300, b"]" * 300)
+        message = pb.ProcessingRequest(request_body={"body": body, "end_of_stream": True})
+        [answer] = await exchange.answers(message)
+        assert answer.immediate_response.status.code == 400
+        assert b"body: must have fewer levels" in answer.immediate_response.body
+        exchange.close()
+        assert not service.admission.running and not service.live

@@ -41,11 +41,50 @@ def read(headers: dict[str, str], body: object) -> request.PickRequest:
         ({":path": "/v2/health/ready"}, "triton", False),
         (GRPC, "grpc", True),
         ({**GRPC, ":path": "/inference.GRPCInferenceService/ServerReady"}, "grpc", False),
+        ({":path": "/v1/chat/completion%73?x=%2F"}, "openai", True),
+        ({":path": "/%76%31/responses"}, "openai", True),
+        ({":path": "//v1/models/..//./completions/"}, "openai", True),
+        ({":path": "/%762/models/a%2Fb/generate"}, "triton", True),
+        ({":path": "/v1/chat/completion%2573"}, "openai", False),
         ({}, "openai", False),
     ],
 )
 def test_forms_and_what_is_read_of_them(headers, form, is_read):
     assert request.form_of(headers) == form and bool(request.generation(headers)) == is_read
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/v1/ch%61t/completions", "chat"),
+        ("/v1/responses?x=1", "responses"),
+        ("/v1/responses/resp_1", "responses"),
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/rerank", "rerank"),
+        ("/v1/score", "score"),
+        ("/v1/completions", "text_completion"),
+        ("/v1/chats", "text_completion"),
+    ],
+)
+def test_an_operation_is_told_by_the_path(path, operation):
+    assert request.operation_of({":path": path}) == operation
+
+
+def nested(levels: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def test_a_body_of_more_levels_than_can_be_written_is_refused_where_it_must_be():
+    deep = read(CHAT, {"model": "m", "messages": HI, "vendor_field": nested(254)})
+    with pytest.raises(InvalidArgument, match="body: must have fewer levels"):
+        deep.shortened(4)
+    assert read(CHAT, {"model": "m", "messages": HI, "vendor_field": nested(253)}).shortened(4)
+    with pytest.raises(InvalidArgument, match="tools: must have fewer levels"):
+        read(CHAT, {"model": "m", "messages": HI, "tools": [nested(254)]})
 
 
 def test_openais_bodies_are_read():
@@ -62,6 +101,7 @@ def test_openais_bodies_are_read():
 def test_tritons_json_is_read():
     found = read(GENERATE, {"text_input": "x", "max_tokens": 7})
     assert found.model == "ensemble" and found.requests[0].text_input == "x" and found.requests[0].max_tokens == 7
+    assert read({":path": "/v2/models/a%2Fb%20c/versions/1/generate"}, {"text_input": "x"}).model == "a/b c"
     chat = read(GENERATE, {"messages": json.dumps(HI)})
     assert chat.requests[0].messages == tuple(HI) and chat.requests[0].max_tokens == kserve.DEFAULT_MAX_TOKENS
 

@@ -131,6 +131,14 @@ def test_a_limit_leaves_the_last_item_incomplete() -> None:
         check_event(event)
 
 
+def test_a_call_that_a_stop_string_has_cut_is_incomplete() -> None:
+    events, response = events_of(cut([CALL, '{"name": "f", "arguments": {"x": ']))
+    assert shape(response) == [("function_call", "incomplete", '{"x": ')] and response["status"] == "completed"
+    assert folded(events) == response
+    for event in events:
+        check_event(event)
+
+
 def test_an_output_without_text_is_an_empty_message() -> None:
     events, response = events_of([TokenDelta(finish_reason=FinishReason.STOP)])
     assert shape(response) == [("message", "completed", "")] and folded(events) == response

@@ -55,6 +55,19 @@ def test_a_format_is_the_chats() -> None:
     assert chat(text={"format": {"type": "text"}}).generations(Settings(), 1.0)[0].guide is None
 
 
+def test_a_format_of_too_many_levels_is_refused() -> None:
+    deep = json.loads('{"a":' * 201 + "1" + "}" * 201)
+    with pytest.raises(InvalidArgument, match="must have at most 200 levels") as caught:
+        chat(text={"format": FORMAT | {"schema": deep}}).generations(Settings(), 1.0)
+    assert renamed(caught.value).field == "text.format.schema"
+    for fields, name in (
+        ({"tools": [TOOL | {"parameters": deep}]}, "tools.0.parameters"),
+        ({"chat_template_kwargs": deep}, "chat_template_kwargs"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{name}: must have at most 200 levels"):
+            chat(**fields)
+
+
 def test_no_effort_switches_reasoning_off() -> None:
     assert chat(reasoning={"effort": "none"}).chat_template_kwargs == {"enable_thinking": False}
     assert not chat(reasoning={"effort": "medium"}).chat_template_kwargs
