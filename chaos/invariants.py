@@ -256,7 +256,7 @@ def _recovery(record: Record) -> Iterator[Violation]:
     until_s = max(last_s, record.load_ended_s) + record.recovery_s
     well_s = set(record.well_s)
     out = _spans((at_s, set() if at_s in well_s else {"the fleet"}) for at_s, _ in record.samples)
-    for fault_s, next_s in _lulls(record):
+    for fault_s, next_s in _quiet_periods(record):
         due_s = fault_s + record.recovery_s
         for name in {one.gateway for one in record.outcomes}:
             later = [one for one in record.outcomes if one.gateway == name and fault_s <= one.sent_s < next_s]
@@ -275,7 +275,7 @@ def _recovery(record: Record) -> Iterator[Violation]:
         yield Violation("recovery", f"the fleet was whole {record.settled_s - last_s:.1f} s after the last fault")
 
 
-def _lulls(record: Record) -> Iterator[tuple[float, float]]:
+def _quiet_periods(record: Record) -> Iterator[tuple[float, float]]:
     """Yield the end of each fault that no other one follows within its recovery, and when the next one begins."""
     ended_s = 0.0
     ordered = sorted(record.happened, key=lambda this: this.begun_s)

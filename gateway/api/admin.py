@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from clients.wire.connection import new_request_id
 from contract.errors import (
-    Cancelled,
-    DeadlineExceeded,
     InvalidArgument,
     NotFound,
     PermissionDenied,
     TridentError,
     Unauthenticated,
 )
-from gateway.admission.body_budget import BodyBudget
 from gateway.api import error_responses, keys, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge
@@ -154,14 +150,9 @@ async def body(service: Service, request: Request, kind: type[Body]) -> Body:
     DeadlineExceeded."""
     timeout_s = service.settings.body_timeout_s
     try:
-        with BodyBudget(MAX_BODY_BYTES, MAX_BODY_BYTES).lease("") as lease:
-            data = await request_body.read(request, lease, MAX_BODY_BYTES, timeout_s)
+        data = await request_body.read_small(request, MAX_BODY_BYTES, timeout_s)
     except BodyTooLarge:
         raise InvalidArgument("body", f"must be at most {MAX_BODY_BYTES} bytes") from None
-    except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
-    except ClientDisconnect:
-        raise Cancelled("the client disconnected") from None
     found: Any = schemas.fields_of(data) if kind is dict else schemas.validated(kind, data)
     return found
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from contract.errors import Overloaded
-from gateway.admission.body_budget import Lease
+from contract.errors import Cancelled, DeadlineExceeded, Overloaded
+from gateway.admission.body_budget import BodyBudget, Lease
 
 LINGER_S = 2.0  # how long the rest of a rejected body is discarded
 
@@ -48,6 +48,20 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
         return b"".join(parts)
 
     return await asyncio.wait_for(receive(), timeout_s)
+
+
+async def read_small(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body of a request that is no generation, outside the budget of those.
+
+    Raises: BodyTooLarge, DeadlineExceeded, Cancelled.
+    """
+    try:
+        with BodyBudget(max_bytes, max_bytes).lease("") as lease:
+            return await read(request, lease, max_bytes, timeout_s)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
 
 
 async def discard(receive: Receive) -> None:

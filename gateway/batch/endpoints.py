@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from clients.wire.connection import new_request_id
 from clients.wire.request import can_travel
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError
-from gateway.admission.body_budget import BodyBudget
+from contract.errors import InvalidArgument, Overloaded, TridentError
 from gateway.api import error_responses, request_body, schemas
 from gateway.api.request_body import BodyTooLarge
 from gateway.api.strict_model import StrictModel
@@ -234,14 +233,9 @@ def _expiry_s(fields: Mapping[str, str]) -> float | None:
 
 async def _body(request: Request, timeout_s: float) -> BatchRequest:
     try:
-        with BodyBudget(MAX_BODY_BYTES, MAX_BODY_BYTES).lease("") as lease:
-            data = await request_body.read(request, lease, MAX_BODY_BYTES, timeout_s)
+        data = await request_body.read_small(request, MAX_BODY_BYTES, timeout_s)
     except BodyTooLarge:
         raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes") from None
-    except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
-    except ClientDisconnect:
-        raise Cancelled("the client disconnected") from None
     body: BatchRequest = schemas.validated(BatchRequest, data)
     return body
 

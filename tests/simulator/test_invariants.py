@@ -103,8 +103,19 @@ def test_an_ignored_floor_is_found(monkeypatch):
     assert result.violations["the law wanted fewer replicas of 'main' than min_replicas"] >= 1
 
 
-def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path):
-    (tmp_path / "gateway.toml").write_text(KEYS)
+@pytest.mark.parametrize(
+    ("policy", "violation"),
+    [
+        (KEYS, "the budget of acme was exceeded"),
+        (
+            KEYS.replace("tokens", "requests").replace("1200", "60").replace("800", "5"),
+            "the budget of acme was exceeded, in requests",
+        ),
+    ],
+    ids=("tokens", "requests"),
+)
+def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path, policy: str, violation: str):
+    (tmp_path / "gateway.toml").write_text(policy)
     table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
     honest = simulated(folder=tmp_path, **table)
     assert honest.counts["refused: budget"] > 0 and not honest.violations
@@ -112,19 +123,7 @@ def test_an_ignored_budget_is_found(monkeypatch, tmp_path: Path):
     real = MemoryStore.try_reserve
     granted = lambda *arguments: dataclasses.replace(real(*arguments), granted=True)  # noqa: E731
     monkeypatch.setattr(MemoryStore, "try_reserve", granted)
-    assert simulated(folder=tmp_path, **table).violations["the budget of acme was exceeded"] >= 1
-
-
-def test_an_ignored_budget_of_requests_is_found(monkeypatch, tmp_path: Path):
-    (tmp_path / "gateway.toml").write_text(KEYS.replace("tokens", "requests").replace("1200", "60").replace("800", "5"))
-    table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
-    honest = simulated(folder=tmp_path, **table)
-    assert honest.counts["refused: budget"] > 0 and not honest.violations
-
-    real = MemoryStore.try_reserve
-    granted = lambda *arguments: dataclasses.replace(real(*arguments), granted=True)  # noqa: E731
-    monkeypatch.setattr(MemoryStore, "try_reserve", granted)
-    assert simulated(folder=tmp_path, **table).violations["the budget of acme was exceeded, in requests"] >= 1
+    assert simulated(folder=tmp_path, **table).violations[violation] >= 1
 
 
 def test_an_ignored_cap_is_found(monkeypatch, tmp_path: Path):
