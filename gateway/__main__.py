@@ -165,7 +165,8 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
     held = [_hold(settings.host, getattr(settings, name), name) for name in ("http_port", "grpc_port")]
     http_port, grpc_port = (one.getsockname()[1] for one in held)
     scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
-    parent = workers.Workers(settings, http_port, grpc_port, lease_s)
+    parent = workers.Workers(settings, configuration, http_port, grpc_port, lease_s)
+    configuration.changed = parent.reload
     seen: set[signal.Signals] = set()
 
     def on_signal(number: signal.Signals) -> None:
@@ -175,7 +176,7 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    sighup.handle(loop, configuration, partial(on_signal, signal.SIGHUP))  # each worker reads the file by itself
+    sighup.handle(loop, configuration, partial(on_signal, signal.SIGHUP))
     monitored = _server(parent.monitoring(), settings, lifespan="off")
     monitoring_port, serving = scraped_at.getsockname()[1], asyncio.create_task(monitored.serve([scraped_at]))
     try:

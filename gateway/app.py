@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,7 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.errors import TridentError
 from gateway import openapi
 from gateway.api import admin, error_responses, monitoring, samples, usage
 from gateway.api.chat import ChatFormatter
@@ -59,17 +57,12 @@ def build(service: Service) -> ASGIApp:
         return model.describe(prices.currency if prices else "USD")
 
     def answered(handle: Callable[[Request, Tenant], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint that sends what ``handle`` returns for a request and its tenant as JSON, or its error."""
+        """Return the endpoint that sends what ``handle`` returns for a request and its tenant."""
 
-        async def endpoint(request: Request) -> Response:
-            try:
-                tenant = await service.tenant(request.headers)
-                fields = await handle(request, tenant)
-            except TridentError as error:
-                return error_responses.response(*error_responses.http(error))
-            return Response(orjson.dumps(fields), media_type="application/json")
+        async def fields(request: Request) -> Any:
+            return await handle(request, await service.tenant(request.headers))
 
-        return endpoint
+        return error_responses.answering(fields)
 
     async def models(request: Request, tenant: Tenant) -> Any:
         return {"object": "list", "data": [described(model) for model in service.models_of(tenant)]}

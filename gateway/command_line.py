@@ -13,7 +13,8 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import key_commands, prompt_commands, release_commands, sample_commands, usage_commands
+from gateway import key_commands, prompt_commands, release_commands, sample_commands, served_models, usage_commands
+from gateway.batch import webhook
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 from gateway.hooks import loading
@@ -71,13 +72,17 @@ def check_all(arguments: argparse.Namespace) -> None:
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
     for name, rules in reading.policy.hooks.items():
         loading.load(name, rules)
+    served_models.check(settings, reading.policy, reading.pools)
+    if settings.batch_db is not None:
+        webhook.configured(settings)
     for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
         print(f"warning: {problem}", file=sys.stderr)
     print(f"{settings.config or 'the environment'}: valid; {len(reading.keys)} keys")
 
 
 def _print_hash(arguments: argparse.Namespace, api_key: str, *, shown: bool) -> None:
-    path = arguments.config or _path(os.environ.get(variable("config"), ""))
+    named = os.environ.get(variable("config"))
+    path = arguments.config or (Path(named) if named else None)
     salt = _salt(path)
     new = salt is None
     salt = salt or secrets.token_bytes(16)
@@ -122,7 +127,3 @@ def _salt(path: Path | None) -> bytes | None:
     """Return the salt of the file; None if it has none or does not exist."""
     table = configuration.table(path) if path is not None and path.exists() else {}
     return tenants.salt(str(path), table) if "salt" in table else None
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None

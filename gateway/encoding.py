@@ -176,7 +176,7 @@ class Encoding:
         self, replica: RoutedReplica, call: encoder_call.UnaryCall, timeout_s: float, parent: str
     ) -> Encoded:
         """Send a call to one replica, whose load it is until it ends."""
-        size, began_s = len(call.payload) / 4, time.monotonic()
+        size = len(call.payload) / 4
         replica.work.reserve(size)
         replica.sent()
         sent_s = time.monotonic()
@@ -193,7 +193,9 @@ class Encoding:
         finally:
             replica.work.subtract(size)
             replica.work.release()
-            replica.ended(ended, 0.0 if ended is None else time.monotonic() - began_s, sent_s)
+            # Time in the queue of a replica that serves other requests is not silence.
+            silent_s = 0.0 if ended is None else time.monotonic() - max(sent_s, replica.progress_s)
+            replica.ended(ended, silent_s, sent_s)
 
 
 def _array(parts: list[Encoded]) -> np.ndarray:

@@ -204,7 +204,10 @@ class Generation:
             return self._silence
         if self._stream is None or isinstance(error, Cancelled):
             return error
-        return self._backend_error(error, self._stream.attempts)
+        self._waiting_since_s = 0.0
+        error = from_backend(error)
+        error.attempts = self._attempts
+        return error
 
     def _shown_end(self, delta: TokenDelta) -> TokenDelta:
         """Return the last delta as the caller sees it. Raises Unavailable for a generation that the replica ended."""
@@ -214,12 +217,10 @@ class Generation:
             return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta
 
-    def _backend_error(self, error: TridentError, attempts: int) -> TridentError:
-        """Return the error of the current target, after ``attempts`` calls there, as the caller may see it."""
-        self._waiting_since_s = 0.0
-        error = from_backend(error)
-        error.attempts = self._earlier_attempts + attempts
-        return error
+    @property
+    def _attempts(self) -> int:
+        """Calls to replicas and upstreams so far."""
+        return self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
 
     async def _retry_elsewhere(self, error: TridentError) -> bool:
         """Move the request to the next target after ``error``; False if there is none, or it may not move.
@@ -246,7 +247,7 @@ class Generation:
         if self._closed or self._cut_error is not None:
             self._turn.release()
             raise self._cut_error or Cancelled(LEFT)
-        self._earlier_attempts = error.attempts
+        self._earlier_attempts = self._attempts
         self._tried.add(target)
         fallback.moved(target)
         request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
@@ -285,7 +286,7 @@ class Generation:
         self._runtime.metrics.continuations.labels(result).inc()
         if result != "continued":
             return False
-        self._earlier_attempts = error.attempts
+        self._earlier_attempts = self._attempts
         self._permit.headers[continuation.HEADER] = str(state.count)
         request_log.continued(self._context, self.id, route.replica, self.tokens, error)
         end_span(self._replica_span, error)
@@ -400,6 +401,8 @@ class Generation:
         packs: the messages may be those of the packed ensemble, where the replica has it; see ``sent_packed``.
         """
         self._payload, self._continued_payload, self._packs = payload, continued, packs
+        if self._shadow is not None:
+            self._shadow.payload = payload
 
     @property
     def sent_packed(self) -> bool:
@@ -456,8 +459,7 @@ class Generation:
             self._stream.abandon(error)
 
     def _cut_silent(self, timeout_s: float) -> None:
-        attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
-        tried = f"; it was tried {attempts} times" if attempts > 1 else ""
+        tried = f"; it was tried {self._attempts} times" if self._attempts > 1 else ""
         error = DeadlineExceeded(f"the engine was silent for {timeout_s:g} s{tried}")
         if self._started and self.upstream is None and self._continuation.allows(self.request) and self._stream:
             self._silence = error
@@ -485,9 +487,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        attempts = self._earlier_attempts
         if self._stream is not None:
-            attempts += self._stream.attempts
             self._stream.cancel()
         if error is None and not self.finish_reason:
             error = Cancelled(LEFT)
@@ -497,19 +497,16 @@ class Generation:
         self._turn.release()
         self._runtime.live.discard(self)
         try:
-            self._record(error, attempts)
+            self._record(error)
         finally:
             self._on_end()  # settles the permit even if recording fails
             del self._on_end, self._micros  # which hold what holds this: it would wait for the garbage collector
 
-    def _record(self, error: TridentError | None, attempts: int) -> None:
+    def _record(self, error: TridentError | None) -> None:
         """Write metrics, spans and the log line of the end."""
-        pool, replica = self._location()
-        usage, recording = self.usage, self.recording
-        tokens: dict[str, Any] = {
-            "input_tokens": usage.input_tokens if usage else 0,
-            "output_tokens": usage.output_tokens if usage else 0,
-        }
+        (pool, replica), attempts = self._location(), self._attempts
+        usage, recording = self.usage or Usage(0, 0), self.recording
+        tokens: dict[str, Any] = {"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}
         self._runtime.metrics.ended(
             self._context.operation,
             self._context.model.name,
@@ -538,8 +535,8 @@ class Generation:
         elif recording is not None:
             recording.put()
         known = {"generation_id": self.id, "replica": replica, "attempts": attempts, **end}
-        known |= {"cached_tokens": usage.cached_tokens if usage else 0}
-        request_log.write(self._context, error, self.began_s, **known, **request_log.cost_fields(self._context, micros))
+        known |= {"cached_tokens": usage.cached_tokens, **request_log.cost_fields(self._context, micros)}
+        request_log.write(self._context, error, self.began_s, **known)
 
     def _location(self) -> tuple[str, str]:
         """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""

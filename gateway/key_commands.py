@@ -76,12 +76,13 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
     try:
         if fields is None:
             return {"keys": await keys.listed(stored, who)}
+        audit = Audit(settings.audit_log)  # before there is a key that would not be shown
         data = json.dumps(fields).encode()
         if arguments.action == "create":
             answer = await keys.create(stored, who, validated(keys.NewKey, data))
         else:
             answer = await keys.change(stored, who, arguments.name, validated(keys.KeyChange, data))
-        await Audit(settings.audit_log).write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok")
+        await audit.write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok")
         return answer
     finally:
         await stored.close()

@@ -9,16 +9,13 @@ from typing import Protocol
 from prometheus_client import Gauge
 
 from contract.errors import TridentError, Unavailable
-from gateway.watchdog import Watchdog
+from gateway.watchdog import Watchdog, Watched
 
 STOPPING = "the gateway is stopping"
 
 
-class LiveGeneration(Protocol):
+class LiveGeneration(Watched, Protocol):
     """A generation in flight."""
-
-    def check(self, now_s: float) -> None:
-        """See watchdog.Watched."""
 
     def cut(self, error: TridentError) -> None:
         """End it with ``error``."""

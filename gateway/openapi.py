@@ -41,14 +41,14 @@ _NULL = {"type": "null"}
 _POSITIVE: list[dict[str, Any]] = [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, _NULL]
 _NONE = {"anyOf": [_NULL, {"type": "array", "maxItems": 0}]}
 _SOME = {"properties": {"tools": {"type": "array", "minItems": 1}}}
+_TURN = ("content", "tool_calls", "reasoning_content")  # of an assistant's message, at least one of them
 # The fields of a message by role: roles, fields that are required, fields that are allowed.
 _ROLES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (("system", "developer", "user"), ("content",), ()),
-    (("assistant",), ("content",), ("tool_calls", "reasoning_content")),
-    (("assistant",), ("tool_calls",), ("content", "reasoning_content")),
+    (("system", "developer", "user"), ("content",), ("name",)),
+    *((("assistant",), (name,), ("name", *_TURN)) for name in _TURN),
     (("tool",), ("content", "tool_call_id"), ("name",)),
 )
-_NOT_EMPTY = {"tool_calls": {"minItems": 1}, "tool_call_id": {"minLength": 1}}
+_NOT_EMPTY = {"tool_calls": {"minItems": 1}, **dict.fromkeys(("tool_call_id", "reasoning_content"), {"minLength": 1})}
 
 
 def document(settings: Settings) -> dict[str, Any]:

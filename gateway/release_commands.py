@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -160,7 +162,7 @@ def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
     token = Settings.from_environment(os.environ).admin_token.decode()
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     data = None if fields is None else json.dumps(fields).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data, headers)  # noqa: S310
+    request = urllib.request.Request(url.rstrip("/") + urllib.parse.quote(path), data, headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
             return json.load(answer)
@@ -171,5 +173,5 @@ def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
             text = json.loads(text)["error"]["message"]
         hint = "" if token else f"; {variable('admin_token_file')} is not set"
         raise InvalidArgument(url, f"refused with {refused.code}: {text}{hint}") from None
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, http.client.HTTPException) as exc:
         raise Unavailable(f"{url} does not answer: {getattr(exc, 'reason', None) or exc}") from exc

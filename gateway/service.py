@@ -10,16 +10,16 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from opentelemetry.trace import Span
 
 from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage, changed
+from gateway import served_models
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.admission.budgets import Reservation
@@ -27,14 +27,14 @@ from gateway.admission.concurrency import Caps, Concurrency
 from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.hub_link import HubLink, SharedBudgets, SharedCaps
 from gateway.admission.pool_slots import PoolSlots
-from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
+from gateway.admission.prompt_tokens import PromptTokens
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
 from gateway.admission.shared_state import GatewayCaps, SharedState
 from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
-from gateway.config.policy import Capability, ModelRules, Policy, ShadowRules
+from gateway.config.policy import ModelRules, Policy, ShadowRules
 from gateway.config.settings import Settings, variable
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
@@ -44,7 +44,6 @@ from gateway.hooks.hooks import Hooks
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
-from gateway.prompts.chat_tokens import context_limit
 from gateway.prompts.registry import Registry
 from gateway.releases import Releases
 from gateway.request_context import RequestContext
@@ -65,7 +64,6 @@ from gateway.usage.store import UsageRecord, UsageStore
 from gateway.usage.writer import Writer
 from gateway.watchdog import Watchdog
 
-ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
 # A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
 SETTLING_S = 60.0
 _LOG = logging.getLogger(__name__)
@@ -159,7 +157,7 @@ class Service:
         )
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
-        self._tasks: list[asyncio.Task] = []
+        self._tasks: set[asyncio.Task] = set()
         self._rollbacks: dict[str, asyncio.Task] = {}  # the last one's writing, by release
 
     async def start(self) -> None:
@@ -185,9 +183,17 @@ class Service:
         self.watchdog.add(self.replicas.registrations)
         self.watchdog.add(self.admission)
         self.watchdog.add(self.releases)
-        self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
+        self._run(self.watchdog.run())
+        self._run(self.configuration.watch())
         if self.prompts is not None:
-            self._tasks.append(asyncio.create_task(self.prompts.watch()))
+            self._run(self.prompts.watch())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` until its end, or until the service closes."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
@@ -216,8 +222,7 @@ class Service:
             self._audit("reload", str(self.configuration.path), problem or "ok", after={"sections": sections})
 
     def _audit(self, action: str, target: str, result: str, **more: Any) -> None:
-        written = self.authentication.audit.write("this gateway", "operator", action, target, result, **more)
-        self._tasks.append(asyncio.create_task(written))
+        self._run(self.authentication.audit.write("this gateway", "operator", action, target, result, **more))
 
     def _release(self) -> None:
         """Divide and copy requests as the releases stand."""
@@ -252,8 +257,7 @@ class Service:
         self._release()
         self.tell_workers("rolled_back", name, reason)
         self._audit("release.rollback", name, "ok", reason=reason)
-        self._rollbacks[name] = asyncio.create_task(self._write_rollback(name, reason))
-        self._tasks.append(self._rollbacks[name])
+        self._rollbacks[name] = self._run(self._write_rollback(name, reason))
 
     async def _write_rollback(self, name: str, reason: str) -> None:
         assert self.configuration.path is not None, "releases stand in the file"
@@ -273,41 +277,12 @@ class Service:
             self.link.publish(topic, *message)
 
     def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
-        """Return the table of models: of the file, else of the environment.
-
-        A model of the file that names no tokenizer has the one that the environment names for its pools.
-        """
-        named = {pool: Path(path) for pool, path in self.settings.models.items()}
-        sources = self.configuration.pools.sources
-        if self.settings.tokenizer and len(sources) == 1:
-            named = {pool: self.settings.tokenizer for pool in sources}
-        encoders, found = self.configuration.pools.encoders, {}
-        for name, rules in (
-            policy.models or {pool: ModelRules(pools=(pool,)) for pool in self.settings.models}
-        ).items():
-            update: dict[str, Any] = {}
-            if rules.capabilities is None and rules.pools and encoders.issuperset(rules.pools):
-                update["capabilities"] = ENCODES
-            tokenizers = {named.get(pool) for pool in rules.pools}
-            if rules.tokenizer is None and len(tokenizers) == 1:
-                update["tokenizer"] = tokenizers.pop()
-            found[name] = rules.model_copy(update=update)
-        return found
+        return served_models.table(self.settings, policy, self.configuration.pools)
 
     def _prepare(self, policy: Policy) -> None:
-        """Load the hooks and the models' tokenizers, and check that samples have a folder. Raises InvalidArgument."""
-        if policy.samples is not None and policy.samples.keeps and self.settings.samples is None:
-            raise InvalidArgument("samples", f"keeps text and needs {variable('samples')}, the folder for it")
+        """Load the hooks and check the models. Raises InvalidArgument."""
         self.hooks.prepare(policy.hooks)
-        for name, rules in self._table(policy).items():
-            if rules.tokenizer is not None:
-                try:
-                    load_tokenizer(rules.tokenizer)
-                except InvalidArgument as exc:
-                    raise InvalidArgument(f"models.{name}.tokenizer", exc.problem) from exc
-            if rules.context is not None and context_limit(rules) is None:
-                problem = "must have a tokenizer with a chat template, and context_length or a manifest.json beside it"
-                raise InvalidArgument(f"models.{name}.context", problem)
+        served_models.check(self.settings, policy, self.configuration.pools)
 
     @property
     def draining(self) -> bool:
@@ -404,10 +379,9 @@ class Service:
         """Return the models that a tenant may use; an encoder that no model names is one of its pool's name."""
         named = {pool for pools in self.models.pools.values() for pool in pools}
         own = sorted(pool for pool in self.replicas.encoders - named if not tenant.models or pool in tenant.models)
-        table = [
-            candidate for candidate in self.models.of(tenant) if candidate.rules.pools or candidate.name not in own
-        ]
-        return [*table, *(ServedModel(pool, pool, "", ModelRules(pools=(pool,), capabilities=ENCODES)) for pool in own)]
+        table = [found for found in self.models.of(tenant) if found.rules.pools or found.name not in own]
+        rules = [ModelRules(pools=(pool,), capabilities=served_models.ENCODES) for pool in own]
+        return table + [ServedModel(pool, pool, "", one) for pool, one in zip(own, rules, strict=True)]
 
     def model_of(self, name: str, tenant: Tenant) -> ServedModel:
         """Return the model of a name or alias. Raises NotFound, also for one that the tenant may not use."""
@@ -419,11 +393,9 @@ class Service:
         served, encoders = self.model_of(model, tenant), self.replicas.encoders
         pools = [pool for pool in served.rules.pools if pool in encoders]
         if not pools or not served.can(frozenset({capability})):
-            able = [candidate for candidate in self.models_of(tenant) if encoders.intersection(candidate.rules.pools)]
-            there = (
-                ", ".join(candidate.name for candidate in able if candidate.can(frozenset({capability})))
-                or "no model of this gateway"
-            )
+            known = [candidate for candidate in self.models_of(tenant) if encoders.intersection(candidate.rules.pools)]
+            able = [candidate.name for candidate in known if candidate.can(frozenset({capability}))]
+            there = ", ".join(able) or "no model of this gateway"
             raise InvalidArgument("model", f"must be one with {capability}: {there}; got {model}")
         return next((pool for pool in pools if self.replicas.ready_in(pool)), pools[0])
 

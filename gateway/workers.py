@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.admission.hub import Hub
+from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, variable
 from gateway.usage.store import UsageStore
 from gateway.worker_metrics import WorkerMetrics
@@ -44,28 +46,29 @@ def socket_of(folder: Path, number: int) -> Path:
 class Workers:
     """The workers of one gateway, at these ports. lease_s: of reserved budget."""
 
-    def __init__(self, settings: Settings, http_port: int, grpc_port: int, lease_s: float) -> None:
+    def __init__(
+        self, settings: Settings, configuration: Configuration, http_port: int, grpc_port: int, lease_s: float
+    ) -> None:
         self._settings, self._ports = settings, (http_port, grpc_port)
         self._folder = Path(tempfile.mkdtemp(prefix="trident-gateway-"))
-        database = UsageStore(settings) if settings.usage_db else None
+        here = settings.usage_db and not configuration.policy.budgets.redis  # whether it keeps days and months
+        database = UsageStore(settings) if here else None
         self._hub = Hub(settings.max_in_flight, lease_s, self._ready, database)
         self._metrics = WorkerMetrics()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._started = {number: asyncio.Event() for number in range(settings.workers)}
+        self._serving: set[int] = set()
+        self._started = asyncio.Event()  # all of them, once
         self._tasks: list[asyncio.Task] = []
         self._stopping = False
 
     async def start(self) -> bool:
         """Start all workers; return whether each serves."""
-        self._tasks = [asyncio.create_task(self._keep(number)) for number in self._started]
+        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._settings.workers)]
         self._tasks += [asyncio.create_task(self._hub.run()), asyncio.create_task(self._watch())]
-        started = asyncio.gather(*(event.wait() for event in self._started.values()))
+        started = asyncio.create_task(self._started.wait())
         await asyncio.wait((started, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
-        if not started.done():
-            started.cancel()
-            await asyncio.gather(started, return_exceptions=True)
-            return False
-        return True
+        started.cancel()
+        return self._started.is_set()
 
     def stop(self) -> None:
         """Tell all workers to drain; the second call ends their streams at once."""
@@ -74,9 +77,15 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
 
+    def reload(self) -> None:
+        """Tell all workers to read the configuration file again; one that still starts reads it anyway."""
+        for number in self._serving:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[number].send_signal(signal.SIGHUP)
+
     async def wait(self) -> None:
         """Return when all workers have ended for good."""
-        await asyncio.gather(*self._tasks[: len(self._started)])
+        await asyncio.gather(*self._tasks[: self._settings.workers])
 
     async def close(self) -> None:
         self.stop()
@@ -113,7 +122,7 @@ class Workers:
             began_s = time.monotonic()
             code = await self._run(number)
             self._metrics.end(number)
-            if self._stopping or not all(event.is_set() for event in self._started.values()):
+            if self._stopping or not self._started.is_set():
                 return
             pause_s = RESTART_S[0] if time.monotonic() - began_s > STEADY_S else min(2 * pause_s, most_s)
             _LOG.error("worker %d ended with code %d; it is restarted in %g s", number, code, pause_s)
@@ -121,6 +130,7 @@ class Workers:
 
     async def _run(self, number: int) -> int:
         """Run a worker; return its exit code."""
+        self._serving.discard(number)
         own, end = socket.socketpair()
         with contextlib.closing(end):
             place = f"{number}:{end.fileno()}:{self._folder}"
@@ -144,7 +154,9 @@ class Workers:
         return os.environ | {variable(name): str(value) for name, value in values.items()}
 
     def _ready(self, number: int) -> None:
-        self._started[number].set()
+        self._serving.add(number)
+        if len(self._serving) == self._settings.workers:
+            self._started.set()
 
     async def _watch(self) -> None:
         """Read the metrics of all workers, which one that ends takes with it, and kill those that hang."""
@@ -152,7 +164,7 @@ class Workers:
             await asyncio.sleep(READ_EVERY_S)
             await self._read_metrics()
             for number, worker in list(self._hub.workers.items()):
-                if time.monotonic() - worker.heard_s > SILENT_S and self._started[number].is_set():
+                if time.monotonic() - worker.heard_s > SILENT_S and number in self._serving:
                     _LOG.error("worker %d did nothing for %g s and is killed", number, SILENT_S)
                     self._processes[number].kill()
 

@@ -155,7 +155,7 @@ GATEWAY_LAYERS = (
     ("identity",),
     ("models",),
     ("prompts", "request_context"),
-    ("routing",),
+    ("routing", "served_models"),
     ("telemetry", "samples"),
     ("continuation", "live_generations", "releases"),
     ("encoding",),

@@ -79,9 +79,7 @@ def demands(
         limits = level.limits
         if limits.tokens_per_minute is not None:
             capacity = limits.burst_tokens or limits.tokens_per_minute
-            if least > capacity:
-                problem = f"prompt and answer may need {least} tokens, more than {level.name} may ever use at once"
-                raise InvalidArgument("max_tokens", f"{problem}: must be at most {capacity} together")
+            _check_fits(least, capacity, level)
             rate_per_s = limits.tokens_per_minute / 60
             required.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, min(tokens, capacity), held=True))
         if limits.requests_per_minute is not None:
@@ -89,11 +87,20 @@ def demands(
             rate_per_s = limits.requests_per_minute / 60
             required.append(Demand(f"requests:{level.name}", rate_per_s, capacity, 1, held=False))
         for quota in limits.quotas:
+            if not quota.soft and not quota.money:
+                _check_fits(least, quota.most, level)
             period = period_at(quota.length, quota.time_zone, at_s)
             amount, left_s = micros if quota.money else tokens, period.end_s - at_s
             told = (left_s, quota.money, quota.soft, quota.warn_at)
             required.append(Demand(f"{quota.name}@{period.name}:{level.name}", 0.0, quota.most, amount, True, *told))
     return tuple(required)
+
+
+def _check_fits(least: int, most: int, level: Level) -> None:
+    """Raises InvalidArgument for a request that no wait would help."""
+    if least > most:
+        problem = f"prompt and answer may need {least} tokens, more than {level.name} may ever use at once"
+        raise InvalidArgument("max_tokens", f"{problem}: must be at most {most} together")
 
 
 @dataclass(frozen=True)

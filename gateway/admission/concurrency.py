@@ -64,11 +64,7 @@ class Concurrency:
     def __post_init__(self) -> None:
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._of_pool: defaultdict[str, int] = defaultdict(int)
-        self._total = 0
-
-    @property
-    def in_flight(self) -> int:
-        return self._total
+        self.in_flight = 0
 
     def fullness(self, pool: str) -> float:
         """Return the part that is taken of what the pool may have now: 0 is empty, 1 is full."""
@@ -86,13 +82,13 @@ class Concurrency:
         if self._of_pool.get(pool, 0) + requests > self._most(pool):
             kept = self._kept * sum(other != pool for other in self.pools)
             _check_possible("the gateway", self.limit - kept, requests)
-            raise Overloaded(f"{self._total} requests are in flight, the most allowed")
+            raise Overloaded(f"{self.in_flight} requests are in flight, the most allowed")
         found = caps(levels, priority, pool, self.class_limits)
         for name, limit in found.items():
             if limit is not None and self._counts.get(name, 0) + requests > limit:
                 _check_possible(holder(name), limit, requests)
                 raise Overloaded(f"{holder(name)} has {self._counts[name]} requests under way and may have {limit}")
-        self._total += requests
+        self.in_flight += requests
         self._of_pool[pool] += requests
         for name in found:
             self._counts[name] += requests
@@ -105,14 +101,14 @@ class Concurrency:
 
     def _most(self, pool: str) -> int:
         """Return how many requests the pool may have with those that the other pools have now."""
-        left = self.limit - self._total + self._of_pool.get(pool, 0)
+        left = self.limit - self.in_flight + self._of_pool.get(pool, 0)
         if len(self.pools) < 2:
             return left
         kept = self._kept
         return left - sum(max(0, kept - self._of_pool.get(other, 0)) for other in self.pools if other != pool)
 
     def _give_back(self, slot: Slot) -> None:
-        self._total -= slot.requests
+        self.in_flight -= slot.requests
         for counts, name in ((self._of_pool, slot.pool), *((self._counts, name) for name in slot.counted)):
             counts[name] -= slot.requests
             if not counts[name]:  # tenants come and go; their names must not stay

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,10 @@ class Entry:
     """One request that waits.
 
     cost_tokens: what it may use, at least 1. slots: how many it needs, one for each choice; it is given one at a time,
-    and has ``begun`` so many. longest_tokens: what one of its choices may generate. priority: 0 is the most urgent.
-    share: of the slots, for this and less urgent priorities. deadline_s: on the caller's clock, or infinity. work: the
-    caller's own. A weight is that of the tenant's latest.
+    and has ``begun`` so many. ``charged``: tokens of those that it was given while other tenants could have had them.
+    longest_tokens: what one of its choices may generate. priority: 0 is the most urgent. share: of the slots, for this
+    and less urgent priorities. deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that
+    of the tenant's latest.
     """
 
     tenant: str
@@ -44,6 +45,7 @@ class Entry:
     share: float = 1.0
     work: Any = None
     begun: int = 0
+    charged: float = 0.0
     sequence: int = -1
     waiting: bool = False
 
@@ -202,10 +204,11 @@ class FairQueue:
         """
         self._expired = self.expire(now_s)
         for classes in self._by_urgency(now_s):
-            entry = self._turn(classes, may_run)
-            if entry is not None:
+            if heads := self._heads(classes, may_run):
+                entry = self._turn(heads)
                 cost = entry.next_cost
                 self._flows[entry.priority, entry.tenant].deficit -= cost
+                entry.charged += cost if len(heads) > 1 else 0
                 entry.begun += 1
                 self.backlog[entry.priority] -= cost
                 if entry.begun == entry.slots:
@@ -215,10 +218,10 @@ class FairQueue:
 
     def give_back(self, entry: Entry, unused_tokens: float) -> None:
         """Credit a tenant that has more waiting with what a request was charged and did not use; negative: it used
-        more."""
+        more. What it was given while no other tenant waited cost it no turn, and is no credit against later ones."""
         flow = self._flows.get((entry.priority, entry.tenant))
-        if flow is not None:
-            flow.deficit += unused_tokens
+        if flow is not None and entry.charged:
+            flow.deficit += unused_tokens * entry.charged / (entry.cost_tokens - entry.cost_left)
 
     def _by_urgency(self, now_s: float) -> list[set[int]]:
         """Return the classes with waiting entries, the most urgent first; aged classes share a set."""
@@ -230,21 +233,25 @@ class FairQueue:
                 together[max(0, priority - int((now_s - line[0][0]) / self.rules.aging_s))].add(priority)
         return [together[level] for level in sorted(together)]
 
-    def _turn(self, classes: set[int], may_run: Callable[[Entry], bool]) -> Entry | None:
-        """Return the next entry of these classes by deficit round robin; repeated calls return the same entry.
+    def _heads(self, classes: set[int], may_run: Callable[[Entry], bool]) -> dict[tuple[int, str], Entry]:
+        """Return the next entry of each tenant of these classes, if it may run."""
+        heads: dict[tuple[int, str], Entry] = {}
+        for key, flow in list(self._flows.items()):
+            if key[0] in classes:
+                head = flow.head()
+                if head is None:
+                    del self._flows[key]  # with its deficit: an idle tenant saves up no credit
+                elif may_run(head):
+                    heads[key] = head
+        return heads
+
+    def _turn(self, heads: Mapping[tuple[int, str], Entry]) -> Entry:
+        """Return the next of these entries by deficit round robin; repeated calls return the same entry.
 
         A tenant at the front gets its quantum once a turn, sends while that lasts, and goes to the back.
         """
         flows = self._flows
-        heads: dict[tuple[int, str], Entry] = {}
-        for key, flow in list(flows.items()):
-            if key[0] in classes:
-                head = flow.head()
-                if head is None:
-                    del flows[key]  # with its deficit: an idle tenant saves up no credit
-                elif may_run(head):
-                    heads[key] = head
-        while heads:
+        while True:
             for key in [key for key in flows if key in heads]:
                 flow, cost = flows[key], heads[key].next_cost
                 if not flow.in_turn:
@@ -261,7 +268,6 @@ class FairQueue:
             )
             for key in heads:
                 flows[key].deficit += (rounds - 1) * quantum * flows[key].weight
-        return None
 
     def _remove_left_entries(self) -> None:
         """Remove entries that have left from the heaps, which drop them only at their top and would grow otherwise."""

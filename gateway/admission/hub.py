@@ -64,7 +64,7 @@ class _HubClaim(Claim):
     """Tells the worker of every slot, and of the error that ends the wait."""
 
     tell: Callable[..., None]
-    given_one: Callable[[], None]
+    most: deque[int]
 
     def fail(self, error: TridentError) -> None:
         super().fail(error)
@@ -72,7 +72,7 @@ class _HubClaim(Claim):
 
     def _given(self, reserved: bool) -> None:
         super()._given(reserved)
-        self.given_one()
+        self.most[-1] = max(self.most[-1], self.pool.running)
         self.tell("given")
 
 
@@ -84,6 +84,7 @@ class _Worker:
         self.frames = Frames(self._received, self._lost)
         self.slots: dict[int, Slot] = {}
         self.claims: dict[int, _HubClaim] = {}
+        self.reservations: dict[str, tuple[Reservation, int, int]] = {}  # with their tokens and what they may cost
         self.heard_s = hub.clock()
 
     def _received(self, kind: str, *parts: Any) -> None:
@@ -95,6 +96,8 @@ class _Worker:
             slot.release()
         for claim in list(self.claims.values()):
             claim.close(claim.entry.cost_tokens)
+        for held in self.reservations.values():  # nothing is known of what was used
+            self.hub.budgets.settle(*held)
         self.hub.forget(self)
         self._left()
 
@@ -111,12 +114,17 @@ class _Worker:
         if slot is not None:
             slot.release()
 
-    def on_reserve(self, call: int, levels: Sequence[Level], *amounts: Any) -> None:
+    def on_reserve(self, call: int, levels: Sequence[Level], tokens: int, least: int | None, micros: int) -> None:
         async def reserve() -> None:
             try:
-                answer: Any = await self.hub.budgets.reserve(levels, *amounts)
+                answer: Any = await self.hub.budgets.reserve(levels, tokens, least, micros)
             except TridentError as error:
                 answer = error
+            else:
+                if not self.frames.open:
+                    self.hub.budgets.settle(answer, 0)
+                elif answer.granted:
+                    self.reservations[answer.id] = answer, tokens, micros
             self.frames.send("reply", call, answer)
 
         task = asyncio.ensure_future(reserve())
@@ -124,16 +132,13 @@ class _Worker:
         task.add_done_callback(self.hub.reserving.discard)
 
     def on_settle(self, reservation: Reservation, used: int, micros: int) -> None:
+        self.reservations.pop(reservation.id, None)
         self.hub.budgets.settle(reservation, used, micros)
 
     def on_claim(self, call: int, pool: str, entry: Entry, lasts_until_s: float) -> None:
         found = self.hub.pool(pool)
-
-        def given() -> None:
-            found.most[-1] = max(found.most[-1], found.slots.running)
-
         claim = _HubClaim(found.slots, entry, lasts_until_s)
-        claim.tell, claim.given_one = lambda kind, *parts: self.frames.send(kind, call, *parts), given
+        claim.tell, claim.most = lambda kind, *parts: self.frames.send(kind, call, *parts), found.most
         self.claims[call] = claim
         try:
             found.slots.enter(claim)

@@ -47,13 +47,14 @@ _LONGEST_WORDS = 12.0
 
 class PromptCount(NamedTuple):
     """tokens: to reserve. least: no fewer, whatever the chat template does. likely: the best guess. size: of the text
-    in tokens, counted if ``exact``, else by its bytes before the factor."""
+    in tokens, counted if ``exact``, else by its bytes before the factor. extra: part of ``tokens`` that was learned."""
 
     tokens: int
     least: int
     likely: int
     size: float
     exact: bool
+    extra: float = 0.0
 
 
 class Need(NamedTuple):
@@ -160,7 +161,8 @@ class PromptTokens:
     def learn(self, tenant: str, count: PromptCount, input_tokens: int) -> None:
         """Correct later estimates: the engine counted ``input_tokens`` where ``count`` was expected."""
         if count.exact:
-            self._compare(count, input_tokens)
+            if count.tokens > count.size:  # else there is no template, or the prompt was truncated
+                self._compare(count, input_tokens)
             return
         if count.size < _LEAST_LEARNED:
             return
@@ -182,7 +184,7 @@ class PromptTokens:
             return
         if self._mismatches < _MISMATCHES:
             self._mismatches = 0
-        extra = max(0.0, input_tokens - (count.tokens - self._template_extra))
+        extra = max(0.0, input_tokens - (count.tokens - count.extra))
         self._template_extra = max(extra, 0.98 * self._template_extra + 0.02 * extra)
 
     async def _count(self, request: GenerationRequest, tenant: str) -> PromptCount:
@@ -208,7 +210,7 @@ class PromptTokens:
                     self._late.append(counting)
                 return self.estimate(request, tenant)
         tokens = math.ceil(size + _overhead(request) + self._template_extra)
-        return _truncated(request, tokens, size, size, size, True)
+        return _truncated(request, tokens, size, size, size, True)._replace(extra=self._template_extra)
 
     def _tokens(self, texts: Sequence[str]) -> int:
         assert self._tokenizer is not None

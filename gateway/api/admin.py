@@ -6,20 +6,13 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from clients.wire.connection import new_request_id
-from contract.errors import (
-    InvalidArgument,
-    NotFound,
-    PermissionDenied,
-    TridentError,
-    Unauthenticated,
-)
+from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unauthenticated
 from gateway.api import error_responses, keys, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge
@@ -168,28 +161,28 @@ def guarded(service: Service, handle: Handling) -> Endpoint:
     What ``handle`` notes, and every refusal of a caller, is written to the audit log.
     """
 
-    async def endpoint(request: Request) -> Response:
+    async def audited(request: Request) -> Any:
         who, result, noted = Principal("caller", ""), "failed", dict[str, Any]()
         request.state.audit = noted
         try:
             who = await service.authentication.principal(request.headers)
             fields = await handle(request, who)
             result = "ok"
+            return fields
         except TridentError as error:
             if isinstance(error, Unauthenticated | PermissionDenied):
                 note(
                     request, noted.get("action", f"{request.method} {request.url.path}"[:200]), noted.get("target", "")
                 )
             result = f"{type(error).__name__}: {error}"
-            return error_responses.response(*error_responses.http(error))
+            raise
         finally:
             if noted:
                 request_id = request.headers.get("x-request-id", "")[:128] or new_request_id()
                 role = who.role if who.levels or who.role == "operator" else "none"
                 await service.authentication.audit.write(who.name, role, result=result, request_id=request_id, **noted)
-        return fields if isinstance(fields, Response) else Response(orjson.dumps(fields), media_type="application/json")
 
-    return endpoint
+    return error_responses.answering(audited)
 
 
 def _name(request: Request) -> str:

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from clients.wire.completion import Completion
 from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
 from gateway.api.schemas import ChatRequest
+from gateway.api.sse import Formatter
 from gateway.api.tool_schemas import is_whole
 from gateway.api.vocabulary import Vocabulary
 
 
-class ChatFormatter:
-    """Format one response. ``choice`` is the index of a generation among those of the request."""
-
+class ChatFormatter(Formatter):
     operation = "chat"
     schema = ChatRequest
+    prefix = "chatcmpl"
+    objects = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, request: ChatRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
-        self._request, self._vocabulary = request, vocabulary
-        self._head = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": request.model}
+        super().__init__(request, request_id, created_s, vocabulary)
         self._calls: dict[int, dict[int, list[str]]] = {}  # the parts of each call's arguments, by choice and call
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
-        """Return the chunk that precedes the first text, if there is one."""
-        return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
+        return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
 
     def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
-        """Return what a delta adds; None if it adds nothing visible."""
         reason = self._reason(choice, delta)
         added: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.sections is not None:
             added |= self._parts(delta.sections)
         if not added and not reason and not delta.log_probs:
             return None
-        return self._chunk(choice, added, self.logprobs(delta), reason)
+        return self._delta(choice, added, self.logprobs(delta), reason)
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
-
-    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": choice,
-                "message": self._message(completion),
-                "logprobs": self.logprobs(completion),
-                "finish_reason": self._reason(choice, completion),
-            }
-            for choice, completion in enumerate(completions)
-        ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+    def _choice(self, choice: int, completion: Completion) -> dict[str, Any]:
+        message, reason = self._message(completion), self._reason(choice, completion)
+        return {"index": choice, "message": message, "logprobs": self.logprobs(completion), "finish_reason": reason}
 
     def _message(self, completion: Completion) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -78,10 +64,8 @@ class ChatFormatter:
             return "tool_calls"
         return output.finish_reason.value if output.finish_reason else None
 
-    def _chunk(self, choice: int, delta: dict, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
-        choices = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
-        return {**chunk, "usage": None} if self._request.include_usage else chunk
+    def _delta(self, choice: int, delta: dict, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
+        return self._chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def logprobs(self, output: TokenDelta | Completion) -> dict[str, Any] | None:
         """Return the log probabilities of an output, None if they are not requested."""

@@ -9,47 +9,28 @@ from typing import Any
 from clients.wire.completion import Completion
 from contract.generation import TokenDelta
 from gateway.api.schemas import CompletionRequest
+from gateway.api.sse import Formatter
 from gateway.api.vocabulary import Vocabulary
 
 
-class CompletionFormatter:
-    """Format one response. ``choice`` is the index of a generation among those of the request."""
-
+class CompletionFormatter(Formatter):
     operation = "text_completion"
     schema = CompletionRequest
+    prefix = "cmpl"
+    objects = ("text_completion", "text_completion")
 
     def __init__(self, request: CompletionRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
-        self._request, self._vocabulary = request, vocabulary
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": created_s,
-            "model": request.model,
-        }
+        super().__init__(request, request_id, created_s, vocabulary)
         self._offsets: dict[int, int] = defaultdict(int)  # characters that have begun in the text of a choice so far
 
-    def first_chunk(self, choice: int) -> dict[str, Any] | None:
-        return None
-
     def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
-        reason = delta.finish_reason.value if delta.finish_reason else None
-        if not delta.text and not reason and not delta.log_probs:
+        if not delta.text and not delta.finish_reason and not delta.log_probs:
             return None
-        chunk = {**self._head, "choices": [self._choice(choice, delta, reason)]}
-        return {**chunk, "usage": None} if self._request.include_usage else chunk
+        return self._chunk(self._choice(choice, delta))
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage}
-
-    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = [
-            self._choice(choice, completion, completion.finish_reason.value if completion.finish_reason else None)
-            for choice, completion in enumerate(completions)
-        ]
-        return {**self._head, "choices": choices, "usage": usage}
-
-    def _choice(self, choice: int, output: TokenDelta | Completion, reason: str | None) -> dict[str, Any]:
+    def _choice(self, choice: int, output: TokenDelta | Completion) -> dict[str, Any]:
         logprobs = None if self._request.logprobs is None else self._logprobs(choice, output)
+        reason = output.finish_reason.value if output.finish_reason else None
         return {"text": output.text, "index": choice, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, choice: int, output: TokenDelta | Completion) -> dict[str, Any]:
@@ -81,5 +62,8 @@ class CompletionFormatter:
         return begun
 
     def _candidates(self, top: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-        """Return the alternatives of a token; None for the prompt's first one, whose ids are -1."""
-        return {self._vocabulary.token(other)[0]: log_prob for other, log_prob in top if other >= 0} or None
+        """Return the alternatives of a token; None for the prompt's first one, whose ids are -1.
+
+        Of alternatives with the same text the likeliest, which comes first, is returned.
+        """
+        return {self._vocabulary.token(other)[0]: log_prob for other, log_prob in reversed(top) if other >= 0} or None

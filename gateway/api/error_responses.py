@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from starlette.requests import Request
 from starlette.responses import Response
 
 from contract.errors import (
@@ -56,7 +57,8 @@ def error_object(error: TridentError) -> dict[str, Any]:
 
 def http(error: TridentError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Return status, headers and body."""
-    return error.http_status, [_JSON, *_as_headers(hints(error))], orjson.dumps(error_object(error))
+    headers = ((key.encode(), value.encode()) for key, value in hints(error).items())
+    return error.http_status, [_JSON, *headers], orjson.dumps(error_object(error))
 
 
 def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
@@ -68,6 +70,19 @@ def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, 
 def response(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Response:
     """Return what ``http`` or ``plain`` returned as a response of Starlette."""
     return Response(body, status, {key.decode(): value.decode() for key, value in headers})
+
+
+def answering(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            fields = await handle(request)
+        except TridentError as error:
+            return response(*http(error))
+        return fields if isinstance(fields, Response) else Response(orjson.dumps(fields), media_type="application/json")
+
+    return endpoint
 
 
 def hints(error: TridentError) -> dict[str, str]:
@@ -93,10 +108,8 @@ def grpc_status(error: TridentError) -> tuple[grpc.StatusCode, str, tuple[tuple[
     """Return code, details and trailers, with a ``google.rpc.RetryInfo`` where a retry helps."""
     error = for_caller(error)
     code = grpc.StatusCode[error.grpc_status]
-    trailers: list[tuple[str, str | bytes]] = []
-    for key, value in hints(error).items():
-        if key not in ("retry-after", "www-authenticate"):
-            trailers.append((key, value))
+    left_out = ("retry-after", "www-authenticate")
+    trailers: list[tuple[str, str | bytes]] = [one for one in hints(error).items() if one[0] not in left_out]
     after_s = retry_after_s(error)
     if after_s is not None:
         trailers.append(("grpc-retry-pushback-ms", str(max(1, round(after_s * 1e3)))))
@@ -105,7 +118,3 @@ def grpc_status(error: TridentError) -> tuple[grpc.StatusCode, str, tuple[tuple[
         status = Status(code=code.value[0], message=error.message, details=[detail])
         trailers.append(("grpc-status-details-bin", status.SerializeToString()))
     return code, error.message, tuple(trailers)
-
-
-def _as_headers(values: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(key.encode(), value.encode()) for key, value in values.items()]

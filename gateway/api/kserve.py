@@ -644,7 +644,7 @@ def _unexpected(context: grpc.aio.ServicerContext, request_id: str) -> TridentEr
     """Return the error that the exception under way is to the caller, and log it."""
     if context.done():  # gRPC raises several errors when the client disconnects during a write
         return Cancelled("the client disconnected")
-    _LOG.exception("unhandled exception in request %s", request_id.replace("%", "%%"))
+    _LOG.exception("unhandled exception in request %s", request_id)
     return EngineFailed(f"the gateway failed; quote {request_id} when you report it")
 
 

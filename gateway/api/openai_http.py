@@ -22,8 +22,6 @@ from contract.generation import GenerationRequest, changed
 from gateway.admission.body_budget import Lease
 from gateway.api import error_responses, prompting, request_body, schemas
 from gateway.api.caller_errors import for_caller
-from gateway.api.chat import ChatFormatter
-from gateway.api.completions import CompletionFormatter
 from gateway.api.request_body import BodyTooLarge
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.schemas import ChatRequest, CompletionRequest
@@ -32,7 +30,6 @@ from gateway.api.sse import EventEncoder, Formatter, usage_fields
 from gateway.api.vocabulary import Vocabulary, vocabulary_of
 from gateway.cache.reuse import ResponseDeltas, ResponseReuse
 from gateway.choices import ChoiceDelta, ChoiceDeltas, together
-from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.hooks.hooks import RequestHooks
 from gateway.prompts import json_text
@@ -48,7 +45,7 @@ JSON = (b"content-type", b"application/json")
 # Of the tensors that a replica's errors name.
 _OPENAI_NAMES = {"text_input": "prompt", "input_ids": "prompt", "stop_words": "stop"}
 Body = ChatRequest | CompletionRequest
-FormatterType = type[ChatFormatter] | type[CompletionFormatter]
+FormatterType = type[Formatter]
 
 
 class OpenAIEndpoint:
@@ -82,9 +79,7 @@ class OpenAIEndpoint:
                 except TridentError as exc:
                     error = exc
                 except Exception:
-                    _LOG.exception(
-                        "unhandled exception in request %s", request_id.replace("%", "%%"), extra={"fields": {}}
-                    )
+                    _LOG.exception("unhandled exception in request %s", request_id, extra={"fields": {}})
                     error = EngineFailed(f"the gateway failed; quote {request_id} when you report it")
                 if error is not None:
                     status = error.http_status
@@ -141,7 +136,8 @@ class OpenAIEndpoint:
 
     async def _read(self, data: bytes, tenant: Tenant) -> Body:
         """Return the body in ``data``. Raises: InvalidArgument."""
-        return _parse(self._formatter, data, self._service.settings)
+        body: Body = schemas.parse(self._formatter.schema, data, self._service.settings)
+        return body
 
     async def _respond(
         self,
@@ -153,7 +149,7 @@ class OpenAIEndpoint:
         context: RequestContext,
     ) -> None:
         """Send the whole response, or its events. body: of ``_read``."""
-        formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, vocabulary)
+        formatter = self._formatter(body, stream.request_id, stream.created_s, vocabulary)
         if body.stream:
             encoder = EventEncoder(
                 formatter,
@@ -204,7 +200,7 @@ async def complete(
     timeout_s: None for the gateway's own limit.
     Raises: the TridentError that would have been the status; InvalidArgument for a body with ``stream``.
     """
-    body = _parse(formatter_type, data, service.settings)
+    body: Body = schemas.parse(formatter_type.schema, data, service.settings)
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
     max_s = service.settings.request_timeout_s
@@ -212,7 +208,7 @@ async def complete(
         context = replace(context, trace=trace)
         requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s), hooks)
         vocabulary = _vocabulary(service, context, vocabulary)
-        formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
+        formatter = formatter_type(body, context.request_id, int(time.time()), vocabulary)
         async with _admitted(body, requests, context, service.choices) as choices:
             deltas: ChoiceDeltas = aiter(choices)
             if rules is not None:
@@ -330,17 +326,6 @@ def _openai_name(field: str, body: Body) -> str:
     if tensor not in _OPENAI_NAMES:
         return field
     return _OPENAI_NAMES[tensor] + (f".{row.rstrip(']')}" if row else "")
-
-
-def _parse(formatter_type: FormatterType, data: bytes, settings: Settings) -> Body:
-    schema: Any = formatter_type.schema  # one of the two; a type checker cannot pair it with its formatter
-    body: Body = schemas.parse(schema, data, settings)
-    return body
-
-
-def _formatter(formatter_type: Any, body: Body, request_id: str, created_s: int, vocabulary: Vocabulary) -> Formatter:
-    formatter: Formatter = formatter_type(body, request_id, created_s, vocabulary)
-    return formatter
 
 
 async def _collect(

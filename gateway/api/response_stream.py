@@ -124,7 +124,9 @@ class ResponseStream:
             if done:
                 item = first.result()
             sent = headers()
-            await self._start_events(sent)
+            self.started = self._streaming = True
+            all_headers = [*EVENT_STREAM_HEADERS, *sent]
+            await self._put({"type": "http.response.start", "status": 200, "headers": all_headers})
             if not done:
                 await self._write(WAITING)
                 item = await first
@@ -159,11 +161,6 @@ class ResponseStream:
             heartbeat = asyncio.ensure_future(self._send_heartbeat())
             self._heartbeats.add(heartbeat)
             heartbeat.add_done_callback(self._heartbeats.discard)
-
-    async def _start_events(self, headers: Headers) -> None:
-        self.started = self._streaming = True
-        headers = [*EVENT_STREAM_HEADERS, *headers]
-        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _write(self, data: bytes) -> Awaitable[None]:
         return self._put({"type": "http.response.body", "body": data, "more_body": True})

@@ -114,7 +114,7 @@ class Message(StrictModel):
                 raise InvalidArgument(f"{path}.{name}", f"must be left out of a message of role {self.role}")
         if self.role == "tool" and not self.tool_call_id:
             raise InvalidArgument(f"{path}.tool_call_id", "is missing")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.reasoning_content:
             raise InvalidArgument(f"{path}.content", "is missing")
         role = "system" if self.role == "developer" else self.role
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())

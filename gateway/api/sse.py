@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -12,6 +13,7 @@ from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
 from gateway.api.error_responses import error_object
+from gateway.api.vocabulary import Vocabulary
 from gateway.choices import ChoiceDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -20,13 +22,43 @@ _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\
 _MARK = secrets.token_hex(16)  # stands for the text in a template; no client can guess it
 
 
-class Formatter(Protocol):
-    """The JSON of one endpoint's responses."""
+class Formatter(ABC):
+    """The JSON of the responses to one request. ``choice`` is the index of a generation among those of the request.
 
-    def first_chunk(self, choice: int) -> dict[str, Any] | None: ...
-    def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None: ...
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]: ...
-    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]: ...
+    schema: of the request. prefix: of ids. objects: the ``object`` of a response and of a chunk.
+    """
+
+    operation: str
+    schema: type[Any]
+    prefix: str
+    objects: tuple[str, str]
+
+    def __init__(self, request: Any, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
+        self._request, self._vocabulary = request, vocabulary
+        self._head = {"id": f"{self.prefix}-{request_id}", "created": created_s, "model": request.model}
+
+    def first_chunk(self, choice: int) -> dict[str, Any] | None:
+        """Return the chunk that precedes the first text, if there is one."""
+        return None
+
+    @abstractmethod
+    def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
+        """Return what a delta adds; None if it adds nothing visible."""
+
+    @abstractmethod
+    def _choice(self, choice: int, completion: Completion) -> dict[str, Any]:
+        """Return a choice of the complete response."""
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.objects[1], "choices": [], "usage": usage}
+
+    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(choice, completion) for choice, completion in enumerate(completions)]
+        return {**self._head, "object": self.objects[0], "choices": choices, "usage": usage}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.objects[1], "choices": [choice]}
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
 
 
 class EventEncoder:

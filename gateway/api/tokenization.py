@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from gateway.api import openai_http, schemas
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.response_stream import ResponseStream
 from gateway.api.schemas import EntryLimit, Message, TokenId
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import LevelLimit, StrictModel
 from gateway.api.tool_schemas import Tools, plain_tools
 from gateway.config.tenant import Tenant
 from gateway.prompts.chat_tokens import chat_tokens
@@ -47,7 +48,7 @@ class TokenizeRequest(StrictModel):
     prompt: StrictStr | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit] | None = None
     tools: Tools | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], EntryLimit] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], LevelLimit, EntryLimit] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: Literal[False] = False
@@ -131,7 +132,7 @@ class TokenizationEndpoint(OpenAIEndpoint):
     def __init__(self, service: Service, schema: type[TokenizeRequest] | type[DetokenizeRequest]) -> None:
         self._service, self._schema = service, schema
         self.operation = "tokenize" if schema is TokenizeRequest else "detokenize"
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "tokenization")
 
     async def _handle(
         self, response: ResponseStream, request: Request, tenant: Tenant, data: bytes, request_id: str
@@ -144,7 +145,6 @@ class TokenizationEndpoint(OpenAIEndpoint):
             tokenizer = model_tokenizer(model.rules.tokenizer)
             return tokenizer.tokenize(body) if isinstance(body, TokenizeRequest) else tokenizer.detokenize(body)
 
-        async with self._turns:
-            fields = await asyncio.to_thread(answer)
+        fields = await asyncio.get_running_loop().run_in_executor(self._threads, answer)
         headers = openai_http.response_headers(request_id, {})
         await response.respond(200, [*headers, openai_http.JSON], orjson.dumps(fields))

@@ -74,5 +74,5 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InvalidArgument(f"tools.{index}.function.name", f"must differ from the others', got {name} twice")
+            raise InvalidArgument(f"tools.{index}.function.name", f"must differ from the others, got {name} twice")
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]

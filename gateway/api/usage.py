@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from contract.errors import InvalidArgument, PermissionDenied, TridentError
+from contract.errors import InvalidArgument, PermissionDenied
 from gateway.api import error_responses
 from gateway.identity.principal import Principal
 from gateway.service import Service
@@ -44,27 +43,23 @@ def routes(service: Service) -> list[Route]:
     def answered(make: Callable[..., Report], *names: str) -> Callable[[Request], Awaitable[Response]]:
         allowed = (*report.FILTERS, "format", *names)
 
-        async def endpoint(request: Request) -> Response:
+        async def shown(request: Request) -> Any:
             given, policy = dict(request.query_params), service.configuration.policy
-            try:
-                principal = await service.authentication.principal(request.headers)
-                for name in given:
-                    if name not in allowed:
-                        raise InvalidArgument(name[:80], f"is not known: must be one of {', '.join(allowed)}")
-                if (form := given.get("format", "json")) not in FORMATS:
-                    raise InvalidArgument("format", f"must be one of {', '.join(FORMATS)}, got {form!r:.80}")
-                level = level_of(principal, given.get("tenant", ""))
-                await commit()
-                made = await asyncio.to_thread(make, [path], given, level, policy.budgets.time_zone)
-            except TridentError as error:
-                return error_responses.response(*error_responses.http(error))
+            principal = await service.authentication.principal(request.headers)
+            for name in given:
+                if name not in allowed:
+                    raise InvalidArgument(name[:80], f"is not known: must be one of {', '.join(allowed)}")
+            if (form := given.get("format", "json")) not in FORMATS:
+                raise InvalidArgument("format", f"must be one of {', '.join(FORMATS)}, got {form!r:.80}")
+            level = level_of(principal, given.get("tenant", ""))
+            await commit()
+            made = await asyncio.to_thread(make, [path], given, level, policy.budgets.time_zone)
             if form == "csv":
                 return Response(made.csv(), media_type="text/csv; charset=utf-8")
             currency = policy.prices.currency if policy.prices else "USD"
-            fields: dict[str, Any] = {"object": "list", "tenant": level, "currency": currency, **made.more}
-            return Response(orjson.dumps({**fields, "data": made.rows}), media_type="application/json")
+            return {"object": "list", "tenant": level, "currency": currency, **made.more, "data": made.rows}
 
-        return endpoint
+        return error_responses.answering(shown)
 
     return [
         Route("/v1/usage", answered(report.sums, "group_by")),

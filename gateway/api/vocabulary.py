@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gateway.admission.prompt_tokens import load_tokenizer
+from python_backends.detokenizer.stages import byte_level
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,9 +48,7 @@ class Vocabulary:
 
     def _bytes(self, surface: str) -> bytes:
         if self._byte_level:
-            if all(character in _ALPHABET for character in surface):
-                return bytes(_ALPHABET[character] for character in surface)
-            return surface.encode()  # an added token is literal text
+            return byte_level(surface)  # an added token is literal text
         if found := _BYTE.fullmatch(surface):
             return bytes([int(found[1], 16)])
         return surface.replace("\u2581", " ").encode()
@@ -59,14 +58,3 @@ class Vocabulary:
 def vocabulary_of(tokenizer: Path | None) -> Vocabulary:
     """Return the vocabulary of a tokenizer, made once."""
     return Vocabulary(tokenizer)
-
-
-def _alphabet() -> dict[str, int]:
-    """Return GPT-2's byte of each character: printable Latin-1 unchanged, the other bytes U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    named = {chr(byte): byte for byte in printable}
-    return named | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +9,11 @@ from starlette.routing import Route
 
 from gateway.api.openai_http import FormatterType, complete
 from gateway.api.vocabulary import Vocabulary
+from gateway.batch import webhook
 from gateway.batch.aimd import PacePolicy
 from gateway.batch.endpoints import BatchEndpoints
 from gateway.batch.signals import InteractiveSignals
 from gateway.batch.store import BatchLimits, BatchStore
-from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import BatchWorker
 from gateway.request_context import RequestContext
 from gateway.service import Service
@@ -35,8 +34,7 @@ class Batches:
             max_bytes=settings.batch_max_bytes,
             max_batches=settings.batch_max_batches,
         )
-        origins = tuple(filter(None, (part.strip() for part in settings.batch_webhook_origins.split(","))))
-        webhooks = Webhooks(origins, functools.partial(settings.secret, "batch_webhook_secret"))
+        webhooks = webhook.configured(settings)
         signals = InteractiveSignals(service)
         self._store = BatchStore(settings.batch_db, limits)
         self.worker = BatchWorker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,20 +19,23 @@ _NO_CAPACITY = ("pressure", "queue")
 
 
 class InteractiveSignals:
-    """Return the signals of the last ``WINDOW_S``. Call it once a tick; ``forget`` after the pace was cut."""
+    """Return the signals of the last ``WINDOW_S``, of all workers of this gateway. Call it once a tick in each of them;
+    ``forget`` after the pace was cut."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self._service, self._clock = service, clock
-        self._history: deque[tuple[float, int, int]] = deque([(clock(), *self._first_tokens())])
-        self._refused_before = self._refusals()
+        self._told = total, late, self._refused_before = self._own()
+        self._elsewhere = [0, 0, 0]  # counted by other workers
+        self._history: deque[tuple[float, int, int]] = deque([(clock(), total, late)])
+        if service.link is not None:
+            service.link.topics["interactive"] = self._heard
 
     def __call__(self) -> Signals:
-        now_s, (total, late) = self._clock(), self._first_tokens()
+        now_s, (total, late, refused) = self._clock(), self._counts()
         while len(self._history) > 1 and self._history[1][0] <= now_s - WINDOW_S:
             self._history.popleft()
         _, total_before, late_before = self._history[0]
         self._history.append((now_s, total, late))
-        refused = self._refusals()
         degraded, self._refused_before = refused > self._refused_before, refused
         healthy = [
             replica for pool in self._service.serving_pools() for replica in self._service.replicas.ready_in(pool)
@@ -41,7 +45,7 @@ class InteractiveSignals:
         kv_usage = sum(replica.metrics.kv_usage for replica in healthy) / max(1, len(healthy))
         in_engines = sum(replica.metrics.waiting for replica in healthy)
         return Signals(
-            waiting=in_engines + getattr(self._service.admission, "waiting", 0),
+            waiting=in_engines + self._service.admission.waiting,
             first_tokens=total - total_before,
             late=late - late_before,
             fullness=max(running / max(1, slots), kv_usage),
@@ -53,8 +57,19 @@ class InteractiveSignals:
         """Start a new window, so that the same late tokens do not cut the pace twice."""
         self._history = deque([self._history[-1]])
 
-    def _first_tokens(self) -> tuple[int, int]:
-        """Return the number of interactive requests' first tokens so far: all, and those after the objective."""
+    def _counts(self) -> list[int]:
+        """Return the counts of all workers, and tell the others what came here since the last call."""
+        own = self._own()
+        self._service.tell_workers("interactive", *map(operator.sub, own, self._told))
+        self._told = own
+        return list(map(operator.add, own, self._elsewhere))
+
+    def _heard(self, *counts: int) -> None:
+        self._elsewhere = list(map(operator.add, self._elsewhere, counts))
+
+    def _own(self) -> tuple[int, int, int]:
+        """Return the counts of this worker so far: first tokens of interactive requests, those after the objective, and
+        requests that were degraded or rejected for lack of capacity."""
         total = in_time = 0.0
         for family in self._service.metrics.first_token.collect():
             for sample in family.samples:
@@ -65,10 +80,6 @@ class InteractiveSignals:
                     bound = float(sample.labels["le"])
                     total += sample.value if bound == float("inf") else 0
                     in_time += sample.value if bound == TTFT_OBJECTIVE_S else 0
-        return round(total), round(total - in_time)
-
-    def _refusals(self) -> int:
-        """Return the number of requests so far that were degraded or rejected for lack of capacity."""
         admission = self._service.admission
-        rejected, degraded = getattr(admission, "rejected", {}), getattr(admission, "degraded", {})
-        return sum(degraded.values()) + sum(rejected.get(reason, 0) for reason in _NO_CAPACITY)
+        refused = sum(admission.degraded.values()) + sum(admission.rejected[reason] for reason in _NO_CAPACITY)
+        return round(total), round(total - in_time), refused

@@ -22,6 +22,7 @@ from gateway.database import Database
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _IS_UNFINISHED = f"status IN {UNFINISHED}"  # in SQL the names are written as in Python
+_FORGET_LINES = "DELETE FROM lines WHERE batch_id = (SELECT id FROM batches WHERE id = ? AND status = 'validating')"
 _VERSION = 1
 _PAGE_ROWS = 256  # lines read at once
 _SCHEMA = """
@@ -352,9 +353,9 @@ class BatchStore(Database):
             return [_as_batch(row) for row in rows]
 
     def forget_lines(self, batch_id: str) -> None:
-        """Delete the lines of an interrupted validation before a new one."""
+        """Delete the lines of an interrupted validation before a new one, unless the batch was validated meanwhile."""
         with self._transaction() as db:
-            db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            db.execute(_FORGET_LINES, (batch_id,))
 
     def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
         """Add lines, unless the batch ended during its validation."""
@@ -373,7 +374,7 @@ class BatchStore(Database):
         """End a batch whose input is invalid; none of its lines runs."""
         with self._transaction() as db:
             now_s = self._clock()
-            db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            db.execute(_FORGET_LINES, (batch_id,))
             more = ", errors = ?, webhook_due_s = ?"
             self._advance(db, batch_id, "validating", "failed", more, json.dumps(list(errors)), now_s)
 
@@ -414,7 +415,7 @@ class BatchStore(Database):
         """End a batch and make its result files, each if it has lines.
 
         status: completed, cancelled or expired.
-        unserved: makes the result of a line that did not run.
+        unserved: makes the result of a line that did not run, from all but its body.
         """
         now_s = self._clock()
         with self._transaction() as db:
@@ -423,7 +424,7 @@ class BatchStore(Database):
             if batch.status not in UNFINISHED:
                 return
             left = db.execute(
-                "SELECT batch_id, number, custom_id, body FROM lines WHERE batch_id = ? AND ok IS NULL", (batch_id,)
+                "SELECT batch_id, number, custom_id, x'' FROM lines WHERE batch_id = ? AND ok IS NULL", (batch_id,)
             ).fetchall()
             db.executemany(
                 "UPDATE lines SET ok = 0, result = ?, body = NULL WHERE batch_id = ? AND number = ?",

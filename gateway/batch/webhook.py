@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import functools
 import hashlib
 import hmac
 import time
@@ -21,6 +21,7 @@ import orjson
 
 from contract.errors import InvalidArgument
 from gateway.batch.store import Batch
+from gateway.config.settings import Settings, variable
 
 MAX_URL = 2000
 TIMEOUT_S = 10.0
@@ -43,10 +44,9 @@ class Webhooks:
 
     def __post_init__(self) -> None:
         for origin in self.origins:
-            if urlsplit(origin).path not in ("", "/") or _origin(origin) is None:
-                raise InvalidArgument(
-                    "batch_webhook_origins", f"must be http(s)://HOST or http(s)://HOST:PORT, got {origin!r}"
-                )
+            if _origin(origin) is None or urlsplit(origin).path not in ("", "/"):
+                problem = f"must be http(s)://HOST or http(s)://HOST:PORT, got {origin!r}"
+                raise InvalidArgument(variable("batch_webhook_origins"), problem)
         if self.origins:
             self._key()
 
@@ -94,11 +94,18 @@ class Webhooks:
         secret = self.secret()
         try:
             key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
-        except binascii.Error:
+        except ValueError:  # not in base64, or not in ASCII
             key = b""
         if not secret.startswith(_PREFIX) or len(key) < 24:
-            raise InvalidArgument("batch_webhook_secret", f"must be {_PREFIX} and at least 24 random bytes in base64")
+            problem = f"must be {_PREFIX} and at least 24 random bytes in base64"
+            raise InvalidArgument(variable("batch_webhook_secret"), problem)
         return key
+
+
+def configured(settings: Settings) -> Webhooks:
+    """Return the webhooks that the settings describe. Raises: InvalidArgument that names the variable."""
+    origins = tuple(filter(None, (part.strip() for part in settings.batch_webhook_origins.split(","))))
+    return Webhooks(origins, functools.partial(settings.secret, "batch_webhook_secret"))
 
 
 def wait_s(attempts: int) -> float | None:

@@ -166,7 +166,7 @@ class BatchWorker:
                         await self._housekeeping()
                     await self._fill()
                 except Unavailable as error:
-                    _LOG.error("%s", str(error).replace("%", "%%"))
+                    _LOG.error("%s", error)
                     self._poll_due = True
                     self._wakeup.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -181,6 +181,7 @@ class BatchWorker:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except OSError:
+                self._signals()  # tells the worker that has the lock
                 await asyncio.sleep(self._tick_s)
 
     def _set_pace(self) -> None:
@@ -245,7 +246,7 @@ class BatchWorker:
         """Validate a batch, or fail it: one that stayed in this status would hold up all others."""
         [error] = await asyncio.gather(self._read_input(batch), return_exceptions=True)
         if isinstance(error, Unavailable):
-            _LOG.error("%s", str(error).replace("%", "%%"))
+            _LOG.error("%s", error)
             await asyncio.sleep(self._tick_s)
         elif isinstance(error, TridentError):
             await self._fail(batch, "input_file_missing", str(error))
@@ -368,7 +369,7 @@ class BatchWorker:
         except asyncio.CancelledError:
             fresh = await storing
         except Unavailable as error:
-            _LOG.error("%s", str(error).replace("%", "%%"))
+            _LOG.error("%s", error)
             self._retry(run, queued, MAX_PAUSE_S)
             return
         if fresh:

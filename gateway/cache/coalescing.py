@@ -43,6 +43,7 @@ class SharedStream(Generic[T]):
     keep_bytes: bytes of items that every reader has read which are kept for readers that join.
     linger_s: how long the stream goes on without readers before the source is closed; 0: at once.
     ended: called once, when the source has ended.
+    dropped: items at the beginning that are no longer in the log.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SharedStream(Generic[T]):
         self._size, self._max_bytes, self._keep_bytes = size, max_bytes, keep_bytes
         self._linger_s, self._on_end = linger_s, ended
         self._log: deque[T] = deque()
-        self._dropped = 0  # items that are no longer in the log
+        self.dropped = 0
         self._grown = asyncio.Event()
         self._failure: BaseException | None = None
         self._abandoned: asyncio.TimerHandle | None = None
@@ -73,7 +74,7 @@ class SharedStream(Generic[T]):
 
     def __len__(self) -> int:
         """Return the number of items so far, dropped ones included."""
-        return self._dropped + len(self._log)
+        return self.dropped + len(self._log)
 
     @property
     def readers(self) -> int:
@@ -82,12 +83,12 @@ class SharedStream(Generic[T]):
     @property
     def complete(self) -> bool:
         """Whether it ended without an error and all of it is in the log."""
-        return self.done and self._failure is None and not self._dropped
+        return self.done and self._failure is None and not self.dropped
 
     @property
     def joinable(self) -> bool:
         """Whether a new reader could read it from its start."""
-        return not (self._dropped or self._failure or self.cancelled)
+        return not (self.dropped or self._failure or self.cancelled)
 
     def deltas(self) -> tuple[T, ...]:
         return tuple(self._log)
@@ -138,13 +139,13 @@ class SharedStream(Generic[T]):
         self.bytes += self._size(item)
         if self.bytes > self._keep_bytes and self._readers:
             read_by_all = min(reader.next for reader in self._readers)
-            while self.bytes > self._keep_bytes and self._dropped < read_by_all:
+            while self.bytes > self._keep_bytes and self.dropped < read_by_all:
                 self._drop()
         self.wake()
 
     async def _make_room(self) -> None:
         while self.bytes > self._max_bytes and len(self._log) > 1:
-            if self._readers and max(reader.next for reader in self._readers) <= self._dropped:
+            if self._readers and max(reader.next for reader in self._readers) <= self.dropped:
                 self._space = asyncio.Event()
                 await self._space.wait()
             else:
@@ -152,7 +153,7 @@ class SharedStream(Generic[T]):
 
     def _drop(self) -> None:
         self.bytes -= self._size(self._log.popleft())
-        self._dropped += 1
+        self.dropped += 1
 
     def advanced(self) -> None:
         """Resume a source that waits for its readers. Called when a reader has read or left."""
@@ -181,10 +182,10 @@ class SharedStream(Generic[T]):
             await self._grown.wait()
         if reader.failure is not None:
             raise reader.failure
-        if number < self._dropped:
+        if number < self.dropped:
             raise Overloaded("the client read too slowly: the part of the stream that it needs next was dropped")
         if number < len(self):
-            return self._log[number - self._dropped]
+            return self._log[number - self.dropped]
         raise self._failure if self._failure is not None else StopAsyncIteration
 
 
@@ -232,15 +233,11 @@ class SharedReader(Generic[T]):
 
 
 class Coalescer(Generic[T]):
-    """The streams that run, by request key.
-
-    joined: number of readers that joined a stream.
-    """
+    """The streams that run, by request key."""
 
     def __init__(self, size: Callable[[T], int], max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._size = max_bytes, size
         self._streams: dict[str, SharedStream[T]] = {}
-        self.joined = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -249,7 +246,6 @@ class Coalescer(Generic[T]):
         """Read the stream of ``key`` from its start: the one that runs, or a new one of ``open_source``."""
         stream = self._streams.get(key)
         if stream is not None and stream.joinable and not stream.done and stream.readers:
-            self.joined += 1
             return stream.follow()
 
         def ended(over: SharedStream[T]) -> None:

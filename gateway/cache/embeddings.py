@@ -18,6 +18,7 @@ from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
 MAX_CONCURRENT = 64  # texts that are being embedded; one that finds so many is not
 MAX_RESPONSE_BYTES = 1024 * 1024
 _BREAKER = BreakerPolicy()
+_FAILURES = (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, InvalidArgument)
 
 
 class Embeddings(Protocol):
@@ -84,15 +85,7 @@ class EmbeddingsClient:
         vector = None
         try:
             vector = _unit_vector(await asyncio.wait_for(self._post(text), self._timeout_s))
-        except (
-            asyncio.TimeoutError,
-            aiohttp.ClientError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            InvalidArgument,
-        ):
+        except _FAILURES:
             pass
         except asyncio.CancelledError:
             self._breaker = self._breaker.left(time.monotonic(), now_s)

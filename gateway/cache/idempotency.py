@@ -61,7 +61,6 @@ class Idempotency(Generic[T]):
         self._running: dict[tuple[str, str], _Keyed[T]] = {}
         self._finished: OrderedDict[tuple[str, str], _Keyed[T]] = OrderedDict()  # in the order of their expiry
         self._bytes = 0
-        self.attached = 0
 
     def __len__(self) -> int:
         return len(self._running) + len(self._finished)
@@ -79,7 +78,7 @@ class Idempotency(Generic[T]):
 
         request: its request_key. recorded: a new source may begin with what another gateway has recorded.
         Raises: InvalidArgument (the key belongs to another request or is malformed; there is no item before
-        ``start``), Overloaded (too many streams run).
+        ``start``; the beginning is not kept), Overloaded (too many streams run).
         """
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
             raise InvalidArgument(HEADER, f"must be 1 to {MAX_KEY_LENGTH} printable characters")
@@ -92,7 +91,7 @@ class Idempotency(Generic[T]):
             if start > len(found.stream):
                 problem = f"must be at most {len(found.stream) - 1}, this stream's last event so far, got {start - 1}"
                 raise InvalidArgument(RESUME_HEADER, problem)
-            self.attached += 1
+            check_kept(found.stream, start)
             return found.stream.follow(start)
         if start and not recorded:
             raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
@@ -127,3 +126,11 @@ class Idempotency(Generic[T]):
             if oldest.expires_s > now_s and not too_much:
                 return
             self._bytes -= self._finished.popitem(last=False)[1].stream.bytes
+
+
+def check_kept(stream: SharedStream, start: int) -> None:
+    """Raises InvalidArgument for a stream that cannot be read from its beginning, which a reader from ``start`` on
+    needs too: what it is sent depends on what came before."""
+    if stream.dropped:
+        problem = "the beginning of this stream is not kept any more; send the request with a new key"
+        raise InvalidArgument(RESUME_HEADER if start else HEADER, problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cachetools import TLRUCache
 
@@ -13,12 +12,6 @@ from gateway.cache.coalescing import size_bytes
 
 Answer = tuple[TokenDelta, ...]
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-@dataclass(frozen=True)
-class _Stored:
-    answer: Answer
-    stored_s: float
 
 
 class ResponseCache:
@@ -31,14 +24,12 @@ class ResponseCache:
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._answers: TLRUCache[str, _Stored] = TLRUCache(
+        self._answers: TLRUCache[str, tuple[Answer, float]] = TLRUCache(
             max_bytes,
-            ttu=lambda key, stored, now_s: stored.stored_s + ttl_s,
+            ttu=lambda key, stored, now_s: stored[1] + ttl_s,
             timer=clock,
-            getsizeof=lambda stored: answer_bytes(stored.answer),
+            getsizeof=lambda stored: answer_bytes(stored[0]),
         )
-        self.hits = 0
-        self.misses = 0
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -49,17 +40,13 @@ class ResponseCache:
 
     def get(self, key: str, max_age_s: float = math.inf) -> Answer | None:
         """Return the deltas as the engine sent them, or None."""
-        stored = self._answers.get(key)
-        if stored is None or self._clock() - stored.stored_s > max_age_s:
-            self.misses += 1
-            return None
-        self.hits += 1
-        return stored.answer
+        answer, stored_s = self._answers.get(key) or (None, 0.0)
+        return None if self._clock() - stored_s > max_age_s else answer
 
     def put(self, key: str, answer: Answer) -> bool:
         """Store a complete response. Returns False for an incomplete one and for one larger than the cache."""
         if is_complete(answer) and answer_bytes(answer) <= self._answers.maxsize:
-            self._answers[key] = _Stored(answer, self._clock())
+            self._answers[key] = answer, self._clock()
             return True
         return False
 

@@ -25,7 +25,7 @@ from gateway.admission.shared_state import Away
 from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
-from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
+from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency, check_kept
 from gateway.cache.records import AWAY_S, POLL_S, Head, Record, Records, SharedAnswers, renumbered, seeded, unfinished
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
@@ -123,6 +123,7 @@ class ResponseReuse:
         if start:
             try:
                 await reader.stream.item(start - 1, reader)
+                check_kept(reader.stream, start)
             except BaseException as exc:
                 response.close(exc)
                 if isinstance(exc, StopAsyncIteration):

@@ -111,33 +111,15 @@ class SemanticCache:
     """``get`` before a request is sent to an engine, ``put`` with the engine's response; neither raises.
 
     embeddings: a text it cannot embed is a miss and is not stored.
-    threshold: lowest cosine of a hit.
-    ttl_s: longest age of a hit.
-    max_entries, max_bytes: bounds of one tenant's cache.
-    exclude: regular expression; a prompt in which it is found bypasses the cache and is not sent to the endpoint.
+    settings: its semantic_*.
     clock: seconds.
     """
 
     def __init__(
-        self,
-        embeddings: Embeddings,
-        *,
-        threshold: float,
-        ttl_s: float,
-        max_entries: int,
-        max_bytes: int,
-        exclude: str,
-        clock: Callable[[], float],
-        registry: CollectorRegistry,
+        self, embeddings: Embeddings, settings: Settings, clock: Callable[[], float], registry: CollectorRegistry
     ) -> None:
-        self._embeddings, self._clock = embeddings, clock
-        self._threshold, self._ttl_s = threshold, ttl_s
-        self._max_entries, self._max_bytes = max_entries, max_bytes
-        try:
-            self._exclude = re.compile(exclude, re.IGNORECASE) if exclude else None
-        except re.error as exc:
-            problem = f"must be a regular expression, got {exclude!r}: {exc}"
-            raise InvalidArgument(variable("semantic_exclude"), problem) from exc
+        self._embeddings, self._settings, self._clock = embeddings, settings, clock
+        self._exclude = re.compile(settings.semantic_exclude, re.IGNORECASE) if settings.semantic_exclude else None
         self._tenants: dict[str, TenantCache] = {}
         self._remembered: LRUCache[tuple[str, str], np.ndarray] = LRUCache(MAX_REMEMBERED)
         prefix = "trident_gateway_semantic_cache"
@@ -165,7 +147,7 @@ class SemanticCache:
         with self._seconds.time():
             scope, text = cache_scope(request, tenant, engine)
             vector = await self._embedding(scope, text)
-            hit = None if vector is None else self._find(tenant, scope, vector, min(self._ttl_s, control.max_age_s))
+            hit = None if vector is None else self._find(tenant, scope, vector, control.max_age_s)
         self._lookups.labels("unavailable" if vector is None else "miss" if hit is None else "hit").inc()
         return hit
 
@@ -184,9 +166,10 @@ class SemanticCache:
             return False
         cache = self._tenants.get(tenant)
         if cache is None or cache.dimensions != len(vector):  # the endpoint serves another model now
-            cache = self._tenants[tenant] = TenantCache(self._max_entries, self._max_bytes, len(vector))
+            bounds = self._settings.semantic_max_entries, self._settings.semantic_max_bytes
+            cache = self._tenants[tenant] = TenantCache(*bounds, len(vector))
         now_s = self._clock()
-        return cache.add(Entry(scope, text, vector, answer, now_s, now_s), now_s - self._ttl_s)
+        return cache.add(Entry(scope, text, vector, answer, now_s, now_s), now_s - self._settings.semantic_ttl_s)
 
     async def aclose(self) -> None:
         await self._embeddings.aclose()
@@ -195,7 +178,8 @@ class SemanticCache:
         cache, now_s = self._tenants.get(tenant), self._clock()
         if cache is None or cache.dimensions != len(vector):
             return None
-        for similarity, entry in cache.similar(scope, vector, self._threshold):
+        max_age_s = min(max_age_s, self._settings.semantic_ttl_s)
+        for similarity, entry in cache.similar(scope, vector, self._settings.semantic_threshold):
             if now_s - entry.stored_s < max_age_s:
                 entry.used_s = now_s
                 return Hit(entry.answer, similarity, now_s - entry.stored_s)
@@ -240,16 +224,7 @@ def configured(
             problem = f"must be a model with embeddings where SEMANTIC_URL is unset, got {model!r}: {error}"
             raise InvalidArgument(variable("semantic_model"), problem) from error
         embeddings = OwnEmbeddings(encoding, found, timeout_s)
-    return SemanticCache(
-        embeddings,
-        threshold=settings.semantic_threshold,
-        ttl_s=settings.semantic_ttl_s,
-        max_entries=settings.semantic_max_entries,
-        max_bytes=settings.semantic_max_bytes,
-        exclude=settings.semantic_exclude,
-        clock=clock,
-        registry=registry,
-    )
+    return SemanticCache(embeddings, settings, clock, registry)
 
 
 def exclusion(request: GenerationRequest, control: CacheControl, exclude: re.Pattern[str] | None) -> str:

@@ -63,12 +63,13 @@ def reading(
     rules = policy.read(path, found, environ)
     candidates = frozenset(rule.candidate for rule in rules.releases.values())
     there = start.changed(path, rules.pools, candidates)
-    policy.check_pools(path, rules, there.sources)
+    policy.check_pools(path, rules.pools_used, there.sources)
     release.check(path, rules.releases, there.weights or {}, there.encoders)
     release.check_gates(path, rules.releases)
     keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
     if default_team and not keys.has_team(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
+    policy.check_pools(path, keys.pools_used, there.sources)
     others = bool(rules.identity.issuers) or bool(environ.get(variable("key_store")))
     for field, name in rules.tenants_named:
         if not default_team and not keys.may_have(name, others):

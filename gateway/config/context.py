@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from gateway.config.rules import Rules
 
 
-class ContextRules(BaseModel):
+class ContextRules(Rules):
     """What is left out of a chat so that prompt and ``max_tokens`` fit.
 
     policy: ``drop_oldest``: the oldest turns. ``keep_system``: the oldest turns between the system messages with the
@@ -16,7 +18,6 @@ class ContextRules(BaseModel):
     summary_model: that writes summaries, of this gateway. summary_tokens, summary_timeout_s: bounds of a summary.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
     policy: Literal["drop_oldest", "keep_system", "summarise"]
     prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     summary_model: str | None = None

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
+
+from gateway.config.rules import Rules
 
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class HookRules(BaseModel):
+class HookRules(Rules):
     """One hook; those of a file are called in its order.
 
     use: name of an entry point of the group ``trident.gateway.hooks``, or ``module:attribute``.
@@ -24,12 +26,9 @@ class HookRules(BaseModel):
     max_hangs: calls that do not return, after which the hook is not called any more.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
     use: Annotated[str, Field(min_length=1)]
     options: Mapping[str, Any] = {}
-    tenants: Annotated[
-        tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-    ] = ()
+    tenants: Annotated[tuple[str, ...], BeforeValidator(_tuple)] = ()
     timeout_ms: Annotated[float, Field(gt=0, le=60_000)] = 100.0
     on_failure: Literal["open", "closed"] = "closed"
     threads: Annotated[int, Field(ge=1, le=64)] = 4

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
+from gateway.config.rules import Rules
+
 _Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 _Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#]+[^\s?#]*$", max_length=2000)]
 _Text = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -52,7 +53,7 @@ ExpandedPath = Annotated[Path, BeforeValidator(_path)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(_listed), Field(min_length=1, max_length=100)]
 
 
-class ClaimRule(BaseModel):
+class ClaimRule(Rules):
     """Finds texts in the claims of a token.
 
     claim: its name, with dots between the names of nested ones; a list has several texts, so has ``scope``.
@@ -60,7 +61,6 @@ class ClaimRule(BaseModel):
     equals: only these texts count.
     """
 
-    model_config = _RULES
     claim: _Text
     prefix: str = ""
     equals: Annotated[tuple[_Text, ...], BeforeValidator(_listed)] = ()
@@ -97,7 +97,7 @@ class LevelRule(ClaimRule):
 _Level = Annotated[LevelRule, BeforeValidator(_fixed)]
 
 
-class IssuerRules(BaseModel):
+class IssuerRules(Rules):
     """One issuer of tokens.
 
     issuer: the ``iss`` of its tokens; its OpenID discovery document is below it.
@@ -109,7 +109,6 @@ class IssuerRules(BaseModel):
     operators, org_admins, team_admins: who has such a role; none without a rule.
     """
 
-    model_config = _RULES
     issuer: _Url
     audience: _Texts
     algorithms: Annotated[tuple[Algorithm, ...], BeforeValidator(_listed), Field(min_length=1)] = ("RS256", "ES256")
@@ -132,7 +131,7 @@ class IssuerRules(BaseModel):
         return self
 
 
-class IdentityRules(BaseModel):
+class IdentityRules(Rules):
     """issuers: by a name that the names of their callers begin with.
 
     default_team: ORG/TEAM whose limits and models a team has that is not in the file; "": such a team is refused.
@@ -143,7 +142,6 @@ class IdentityRules(BaseModel):
     cache_s: how long a token that was verified is not verified again, until it expires at most.
     """
 
-    model_config = _RULES
     issuers: Mapping[Annotated[str, Field(pattern=_NAME)], IssuerRules] = {}
     default_team: Annotated[str, Field(pattern=r"^([A-Za-z0-9][\w.-]{0,63}/[A-Za-z0-9][\w.-]{0,63})?$")] = ""
     leeway_s: Annotated[float, Field(ge=0, le=600)] = 60.0

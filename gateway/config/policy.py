@@ -5,20 +5,11 @@ docs/gateway-configuration.md shows a file with every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from contract import toml_table
 from contract.errors import InvalidArgument
@@ -28,18 +19,17 @@ from gateway.config.context import ContextRules
 from gateway.config.hooks import HookRules
 from gateway.config.identity import ExpandedPath, IdentityRules, expanded
 from gateway.config.release import ReleaseRules
+from gateway.config.rules import PoolName, Rules, Seconds
 from gateway.config.samples import SampleRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
 # answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
 QUANTUM_TOKENS = 128
-_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**48)]
-_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
-_PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 _ReleaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
@@ -56,7 +46,7 @@ def _names(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class AdmissionRules(BaseModel):
+class AdmissionRules(Rules):
     """Who may run, and who waits.
 
     max_running: requests at the replicas of each pool; 0 for as many as the replicas report.
@@ -69,19 +59,18 @@ class AdmissionRules(BaseModel):
     aging_s: waiting time after which a class shares the turns of the next more urgent one.
     """
 
-    model_config = _RULES
     max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     short_reserve: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    max_wait_s: _Seconds = 30.0
+    max_wait_s: Seconds = 30.0
     max_waiting_per_class: _Count = 1000
     max_waiting_per_tenant: _Count = 100
     max_in_flight_of_class: Mapping[_Priority, _Count] = {}
     quantum_tokens: _Count = QUANTUM_TOKENS
-    aging_s: _Seconds = 10.0
+    aging_s: Seconds = 10.0
 
 
-class ClassRules(BaseModel):
+class ClassRules(Rules):
     """One class of requests.
 
     priority: 0 (most urgent) to 9, in the gateway's queues and in the engine's.
@@ -93,17 +82,16 @@ class ClassRules(BaseModel):
     ttft_s, itl_s: objectives of the time to the first token and the mean time between tokens; None for none.
     """
 
-    model_config = _RULES
     priority: Annotated[int, Field(ge=0, le=9)]
     operations: Annotated[tuple[Operation, ...], BeforeValidator(_names)] = ()
-    max_wait_s: _Seconds | None = None
+    max_wait_s: Seconds | None = None
     max_tokens: _Count | None = None
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    ttft_s: _Seconds | None = None
-    itl_s: _Seconds | None = None
+    ttft_s: Seconds | None = None
+    itl_s: Seconds | None = None
 
 
-class DegradationRules(BaseModel):
+class DegradationRules(Rules):
     """From which pressure on requests are degraded. Pressure: the fullest bound as a fraction, 1 is full.
 
     shorter_at: from here on ``max_tokens`` of a request is capped.
@@ -114,7 +102,6 @@ class DegradationRules(BaseModel):
         and those that fail elsewhere before their first token.
     """
 
-    model_config = _RULES
     shorter_at: _Fullness = 0.7
     overflow_at: _Fullness = 0.85
     refuse_at: _Fullness = 1.0
@@ -128,13 +115,12 @@ class DegradationRules(BaseModel):
         return self
 
 
-class ModelPrice(BaseModel):
+class ModelPrice(Rules):
     """What 1,000 tokens cost. cached: of prompt tokens in the prefix cache; None: as others."""
 
-    model_config = _RULES
-    input: Annotated[float, Field(ge=0)] = 0.0
-    cached: Annotated[float, Field(ge=0)] | None = None
-    output: Annotated[float, Field(ge=0)] = 0.0
+    input: _Amount = 0.0
+    cached: _Amount | None = None
+    output: _Amount = 0.0
 
     def micros(self, usage: Usage) -> int:
         """Return what ``usage`` costs in millionths of the currency: exact, and rounded to the nearest at the end."""
@@ -145,19 +131,18 @@ class ModelPrice(BaseModel):
         return (sum(round(price * 10**9) * tokens for price, tokens in parts) + 500_000) // 10**6
 
 
-class UpstreamEndpoint(BaseModel):
+class UpstreamEndpoint(Rules):
     """One key of an upstream, or one of its regions.
 
     model: None: the target's. price: what 1,000 tokens cost here.
     spend_per_day: bound of what a UTC day may cost, at this gateway; None for none.
     """
 
-    model_config = _RULES
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     model: str | None = None
     api_key: Annotated[str, Field(repr=False)] = ""
     price: ModelPrice = ModelPrice()
-    spend_per_day: Annotated[float, Field(ge=0)] | None = None
+    spend_per_day: _Amount | None = None
 
     @model_validator(mode="after")
     def _bounded(self) -> UpstreamEndpoint:
@@ -166,13 +151,12 @@ class UpstreamEndpoint(BaseModel):
         return self
 
 
-class OverflowTarget(BaseModel):
+class OverflowTarget(Rules):
     """A target of overflowing requests: a pool, an upstream, or an upstream with several keys or regions.
 
     prefer: which endpoint is tried first: ``fastest``, drawn by time to first token and errors, or ``cheapest``.
     """
 
-    model_config = _RULES
     pool: str = ""
     url: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = ""
     model: str = ""
@@ -195,57 +179,52 @@ class OverflowTarget(BaseModel):
         return self.endpoints
 
 
-class TracingRules(BaseModel):
+class TracingRules(Rules):
     """content: organisations, teams or keys whose prompts and outputs are written to spans."""
 
-    model_config = _RULES
     content: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
 
 
-class BudgetRules(BaseModel):
+class BudgetRules(Rules):
     """redis: shared by many gateways; holds from the next start on.
 
     time_zone: of days and months, where a level has no other. warn_at: the used part of one from which on callers are
     told, likewise.
     """
 
-    model_config = _RULES
     redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$", repr=False)] = ""
     time_zone: Annotated[str, BeforeValidator(check_zone)] = "UTC"
     warn_at: Annotated[float, Field(gt=0, le=1)] = 0.8
 
 
-class ReuseRules(BaseModel):
-    model_config = _RULES
+class ReuseRules(Rules):
     coalesce: bool = True
     cache_bytes: _Size = 64 * 1024 * 1024
-    cache_ttl_s: _Seconds = 3600.0
+    cache_ttl_s: Seconds = 3600.0
     engine: str = ""
-    idempotency_ttl_s: _Seconds = 600.0
-    idempotency_linger_s: _Seconds = 30.0
+    idempotency_ttl_s: Seconds = 600.0
+    idempotency_linger_s: Seconds = 30.0
     idempotency_bytes: _Size = 256 * 1024 * 1024
 
 
-class ShadowRules(BaseModel):
-    model_config = _RULES
+class ShadowRules(Rules):
     pool: _Name
     fraction: Annotated[float, Field(ge=0, le=1)]
     max_running: _Count = 8
 
 
-class PoolRules(BaseModel):
+class PoolRules(Rules):
     """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's.
 
     kind: what its replicas serve: a generating model, or an encoder, which is called by the pool's name.
     scale_to_zero: whether requests wait for a replica while there is none, for ``hold_s`` at most.
     """
 
-    model_config = _RULES
-    weight: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    weight: _Amount | None = None
     replicas: Annotated[str, Field(min_length=1)] | None = None
     kind: Literal["generator", "encoder"] = "generator"
     scale_to_zero: bool = False
-    hold_s: _Seconds = 300.0
+    hold_s: Seconds = 300.0
 
     @model_validator(mode="after")
     def _unweighted(self) -> PoolRules:
@@ -259,7 +238,7 @@ def _pool(value: object) -> object:
     return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-class ModelRules(BaseModel):
+class ModelRules(Rules):
     """One model, or a router to models.
 
     pools: of its replicas; with several, requests are spread by the pools' weights.
@@ -276,8 +255,7 @@ class ModelRules(BaseModel):
     adapter_prices: of adapters whose price is not the model's.
     """
 
-    model_config = _RULES
-    pools: Annotated[tuple[_PoolName, ...], BeforeValidator(_names)] = ()
+    pools: Annotated[tuple[PoolName, ...], BeforeValidator(_names)] = ()
     fallbacks: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
     router: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
     aliases: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
@@ -301,16 +279,14 @@ class ModelRules(BaseModel):
         return self
 
 
-class Prices(BaseModel):
-    model_config = _RULES
-    replica_hour: Annotated[float, Field(ge=0)] | None = None
+class Prices(Rules):
+    replica_hour: _Amount | None = None
     currency: _Name = "USD"
 
 
-class Policy(BaseModel):
+class Policy(Rules):
     """All rules."""
 
-    model_config = _RULES
     admission: AdmissionRules = AdmissionRules()
     classes: Mapping[_Name, ClassRules] = {}
     degradation: DegradationRules | None = None
@@ -318,7 +294,7 @@ class Policy(BaseModel):
     budgets: BudgetRules = BudgetRules()
     reuse: ReuseRules = ReuseRules()
     shadow: ShadowRules | None = None
-    pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
+    pools: Mapping[PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     models: Mapping[_ModelName, ModelRules] = {}
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
     hooks: Mapping[_Name, HookRules] = {}
@@ -400,9 +376,9 @@ def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
                 raise InvalidArgument(f"{path}: models.{name}.router", problem)
 
 
-def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument where a rule sends requests to a pool that is not in ``pools``."""
-    for field, pool in policy.pools_used:
+def check_pools(path: str, used: Iterable[tuple[str, str]], pools: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument where a field sends requests to a pool that is not in ``pools``. used: (field, pool)."""
+    for field, pool in used:
         if pool not in pools:
             allowed = ", ".join(name or "''" for name in pools)
             raise InvalidArgument(f"{path}: {field}", f"must be one of the pools {allowed}, got {pool!r}")

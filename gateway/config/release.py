@@ -8,19 +8,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from contract import gate_result
 from contract.errors import InvalidArgument
+from gateway.config.rules import PoolName, Rules
 
-_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
-_Pool = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 Kind = Literal["canary", "blue_green", "shadow"]
 MAX_REASON = 500  # characters
 UNGATED_SHARE = 0.05  # what a release with a gate may serve before the gate has passed
 
 
-class RollbackRules(BaseModel):
+class RollbackRules(Rules):
     """When a candidate is rolled back; all of it is measured by each gateway by itself.
 
     automatic: false measures and reports only.
@@ -34,7 +33,6 @@ class RollbackRules(BaseModel):
     short_s, long_s: the windows.
     """
 
-    model_config = _RULES
     automatic: bool = True
     burn_rate: Annotated[float, Field(gt=0, le=1000)] = 2.0
     errors: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -53,7 +51,7 @@ class RollbackRules(BaseModel):
         return self
 
 
-class ReleaseRules(BaseModel):
+class ReleaseRules(Rules):
     """One release.
 
     kind: canary, any weight; blue_green, all requests or none; shadow, copies only, whose responses no caller sees.
@@ -66,10 +64,9 @@ class ReleaseRules(BaseModel):
     rolled_back: why it was rolled back; "" if it was not. A release that was has no candidate traffic at any weight.
     """
 
-    model_config = _RULES
     kind: Kind = "canary"
-    stable: _Pool
-    candidate: _Pool
+    stable: PoolName
+    candidate: PoolName
     weight: Annotated[float, Field(ge=0, le=100)] = 0.0
     gate: Annotated[str, Field(max_length=1000)] = ""
     candidate_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""

@@ -6,18 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ImportString,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import Field, ImportString, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from contract.redaction import PATTERNS
+from gateway.config.rules import Rules, Seconds
 
 Reason = Literal["failure", "refused", "length", "refusal", "empty", "schema", "loop", "drift", "up", "down", "pair"]
 REFUSALS = tuple(
@@ -28,10 +20,8 @@ REFUSALS = tuple(
         r"\bas an AI(?: language model)?\b.{0,60}\b(?:can(?:'t|not)|unable|not able)\b",
     )
 )
-_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Bytes = Annotated[int, Field(ge=64 * 1024, lt=2**48)]
-_Seconds = Annotated[float, Field(gt=0, le=86_400)]
 MAX_WINDOWS = 168
 
 
@@ -53,7 +43,7 @@ _Pattern = Annotated[re.Pattern[str], _guarded("a regular expression")]
 _Function = Annotated[ImportString[Callable[[str], str]], _guarded("MODULE:FUNCTION of a module that can be imported")]
 
 
-class CheckRules(BaseModel):
+class CheckRules(Rules):
     """Checks of answers, of which only counts are kept.
 
     fraction: of the requests of all tenants that is checked.
@@ -63,7 +53,6 @@ class CheckRules(BaseModel):
     refusals: regular expressions, one of which (`(?i)` ignores case) the first 500 characters of a refusal match.
     """
 
-    model_config = _RULES
     fraction: _Fraction = 1.0
     window_s: Annotated[float, Field(ge=1, le=86_400)] = 3600.0
     windows: Annotated[int, Field(ge=1, le=MAX_WINDOWS)] = 24
@@ -72,7 +61,7 @@ class CheckRules(BaseModel):
     refusals: Annotated[Sequence[_Pattern], Field(min_length=1, max_length=50)] = REFUSALS
 
 
-class SampleRules(BaseModel):
+class SampleRules(Rules):
     """Which requests of the tenants with ``samples = true`` are kept, and for how long.
 
     keyless: whether those of a gateway without API keys are.
@@ -88,12 +77,11 @@ class SampleRules(BaseModel):
     checks: None for none.
     """
 
-    model_config = _RULES
     keyless: bool = False
     fraction: _Fraction = 0.0
     keep: Sequence[Reason] = ()
-    ttft_s: _Seconds | None = None
-    duration_s: _Seconds | None = None
+    ttft_s: Seconds | None = None
+    duration_s: Seconds | None = None
     per_minute: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     sample_characters: Annotated[int, Field(ge=256, le=4 * 1024 * 1024)] = 64 * 1024
     days: Annotated[float, Field(ge=1, le=3650)] = 30.0

@@ -68,6 +68,14 @@ def _urls(values: Mapping[str, str]) -> Mapping[str, str]:
     return values
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError) as exc:
+        raise ValueError(f"must be a regular expression, got {text!r:.200}: {exc}") from None
+    return text
+
+
 def _policy(name: str) -> str:
     if name not in _POLICIES:
         raise ValueError(f"must be one of {', '.join(_POLICIES)}, got {name!r}")
@@ -216,7 +224,7 @@ class Settings(EnvironmentSettings):
     semantic_max_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(
         16 * 1024 * 1024, description="bytes of responses per tenant"
     )
-    semantic_exclude: str = Field(
+    semantic_exclude: Annotated[str, AfterValidator(_pattern)] = Field(
         "", description="regular expression; prompts that match are not cached and not sent to SEMANTIC_URL"
     )
     request_timeout_s: Seconds = Field(600.0, description="longest time in seconds from arrival to the last token")

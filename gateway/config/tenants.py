@@ -106,6 +106,12 @@ class KeyTable:
     def _teams(self) -> tuple[Tenant, ...]:
         return tuple(self.file.teams()) if self.file is not None else ()
 
+    @property
+    def pools_used(self) -> list[tuple[str, str]]:
+        """Every (field, pool) where a team of the file is pinned to a pool."""
+        named = (("orgs.{}.teams.{}.pool".format(*team.name.split("/")), team.pool) for team in self._teams)
+        return [(field, pool) for field, pool in named if pool]
+
     def _find(self, api_key: str) -> Tenant | None:
         """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
         compared in constant time."""

@@ -154,7 +154,9 @@ class RequestHooks:
                     check = partial(_checked, after, allowed)
                     with contextlib.suppress(HookFailed):  # a copy: a late call may still change what it was given
                         after = await hook.call("request", copy.deepcopy(after), self.call, check=check)
-            found += choices if after is before else [_as_changed(choice, before, after) for choice in choices]
+            if after is not before:
+                choices = [_as_changed(choice, index, before, after) for index, choice in enumerate(choices)]
+            found += choices
         self._requests = found
         return found
 
@@ -201,11 +203,13 @@ def _checked(before: GenerationRequest, allowed: frozenset[str], value: Any) -> 
     return after
 
 
-def _as_changed(choice: GenerationRequest, before: GenerationRequest, after: GenerationRequest) -> GenerationRequest:
-    """Return a choice with what a hook changed of its prompt's first one. Seeds stay apart as they were."""
+def _as_changed(
+    choice: GenerationRequest, index: int, before: GenerationRequest, after: GenerationRequest
+) -> GenerationRequest:
+    """Return a choice with what a hook changed of its prompt's first one. Seeds stay apart; new ones count up."""
     changes = {name: getattr(after, name) for name in CHANGEABLE}
-    seed = after.sampling.seed
-    if seed is not None and choice.sampling.seed is not None and before.sampling.seed is not None:
-        seed += choice.sampling.seed - before.sampling.seed
+    seed, own, first = after.sampling.seed, choice.sampling.seed, before.sampling.seed
+    if seed is not None:
+        seed += index if own is None or first is None else own - first
         changes["sampling"] = dataclasses.replace(after.sampling, seed=seed % 2**64)
     return dataclasses.replace(choice, **changes)

@@ -70,6 +70,7 @@ class StoredKeys:
         self.principals: dict[str, Principal] = {}  # by id; cleared when teams change
         self._body, self._salt = b"", b""
         self._keys: dict[bytes, StoredKey] = {}
+        self._ids: set[str] = set()  # of all keys, also of revoked ones
         self._used: dict[str, float] = {}  # not yet written
         self._written_s = 0.0
         self._polling: asyncio.Task[None] | None = None
@@ -128,14 +129,15 @@ class StoredKeys:
         now_s, secret = self._clock(), new_key()
 
         def change(salt: bytes, keys: list[StoredKey]) -> tuple[list[StoredKey], dict[str, Any]]:
-            old = [key for key in keys if key.name == name and key.active(now_s)]
+            named = [key for key in keys if key.name == name]
+            old = [key for key in named if key.active(now_s)]
             if role is not None and old:
                 raise InvalidArgument("name", f"must be new, got {name}, which has an active key; rotate it")
             if role is None and not old:
                 raise NotFound(f"there is no active key {name}")
             lasts, ends_s = lasts_s, now_s + overlap_s
-            if old and lasts is None and old[-1].expires is not None:
-                lasts = old[-1].expires - old[-1].created
+            if old and lasts is None and named[-1].expires is not None:  # the latest, which no overlap has shortened
+                lasts = named[-1].expires - named[-1].created
             expires, hashed = None if lasts is None else now_s + lasts, digest(salt, secret).hex()
             made = StoredKey(secrets.token_hex(6), name, role or old[-1].role, hashed, now_s, by, expires)
             kept = [replace(key, expires=min(ends_s, key.expires or ends_s)) if key in old else key for key in keys]
@@ -189,12 +191,12 @@ class StoredKeys:
             body = await self._documents.read("keys")
             if not self.read or body != self._body:
                 self._salt, keys = _parsed(body)
+                self._ids = {key.id for key in keys}
                 self._keys = {bytes.fromhex(key.hash): key for key in keys if key.revoked is None}
                 self._body, self.read = body, True
                 self.principals.clear()
             if self._used and time.monotonic() - self._written_s >= WRITE_S:
-                self._written_s, used, self._used = time.monotonic(), self._used, {}
-                known = {key.id for key in self._keys.values()}
+                self._written_s, used, known = time.monotonic(), dict(self._used), self._ids
 
                 def later(body: bytes) -> tuple[bytes, None]:
                     latest: dict[str, float] = orjson.loads(body or b"{}")
@@ -202,6 +204,7 @@ class StoredKeys:
                     return orjson.dumps({key: used_s for key, used_s in latest.items() if key in known}), None
 
                 await self._documents.change("used", later)
+                self._used = {key: used_s for key, used_s in self._used.items() if used_s != used.get(key)}
             self._stale = False
         except Unavailable as exc:
             if not self._stale:  # once, until they can be read again

@@ -131,9 +131,8 @@ class Registry:
 
     def read(self) -> None:
         """Read all files; of one that cannot be used the last good reading stays."""
-        self._seen = self._signature()
+        seen, problems = self._signature(), list[str]()
         found: dict[str, Prompt] = {}
-        problems: list[str] = []
         for folder in sorted({path.parent for path in self.folder.glob("*/*.toml")}):
             if _NAME.fullmatch(folder.name):
                 prompt = _read(folder, self.prompts.get(folder.name) or Prompt(folder.name, {}, Release()), problems)
@@ -145,7 +144,7 @@ class Registry:
         for problem in problems:
             if problem not in self.problems:
                 _LOG.error("the prompt stays as it was: %s", problem)
-        self.prompts, self.problems = found, problems
+        self.prompts, self.problems, self._seen = found, problems, seen
 
     def find(self, name: str, selector: str | None, tenant: Tenant | None, caller: str) -> tuple[str, Template]:
         """Return the version and its template. name: may have the selector, as NAME@1.2.0.
@@ -166,9 +165,12 @@ class Registry:
         """Read the folder whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
-            if await asyncio.to_thread(self._signature) != self._seen:
-                await asyncio.to_thread(self.read)
-                _LOG.info("the prompts were read again: %d, %d problems", len(self.prompts), len(self.problems))
+            try:
+                if await asyncio.to_thread(self._signature) != self._seen:
+                    await asyncio.to_thread(self.read)
+                    _LOG.info("the prompts were read again: %d, %d problems", len(self.prompts), len(self.problems))
+            except OSError as exc:  # a folder was removed while it was read
+                _LOG.error("the prompts stay as they were: %s", exc)
 
     def _signature(self) -> object:
         found = []
@@ -182,21 +184,27 @@ class Registry:
 def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
     """Withdraw the newest served version of a prompt, or all that are newer than ``to``; return the prompt then.
 
-    Raises: NotFound; InvalidArgument for ``to``, where no version would be left, and for a file that cannot be written.
+    Without ``to``, what was withdrawn before stays withdrawn.
+    Raises: NotFound; InvalidArgument for ``to``, where no version would be left, and for a file of the prompt that
+    cannot be read or written.
     """
-    prompt = Registry(folder).prompts.get(name)
+    registry = Registry(folder)
+    for problem in registry.problems:
+        if problem.startswith(f"{folder / name}{os.sep}"):  # a gateway may serve an earlier reading of it
+            raise InvalidArgument("NAME", f"must be a prompt whose files can all be used, got {name}: {problem}")
+    prompt = registry.prompts.get(name)
     if prompt is None:
         raise NotFound(f"the prompt {name!r:.100} does not exist in {folder}")
-    order = list(prompt.versions)
+    order, before = list(prompt.versions), frozenset[str]()
     if to is None:
         newest = max((prompt.latest(), *prompt.shares), key=order.index)
         older = [text for text in prompt.served if order.index(text) < order.index(newest)]
         if not older:
             raise InvalidArgument("NAME", f"must have a served version that is older than {newest}, got {name}")
-        to = older[-1]
+        to, before = older[-1], frozenset(prompt.release.withdrawn)
     if to not in order:
         raise InvalidArgument("--to", f"must be one of {', '.join(order)}, got {to!r:.100}")
-    withdrawn = tuple(order[order.index(to) + 1 :])
+    withdrawn = tuple(text for text in order if text in before or order.index(text) > order.index(to))
     path = folder / name / f"{RELEASE}.toml"
     fresh = path.with_suffix(".new")
     try:

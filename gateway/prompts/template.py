@@ -17,6 +17,9 @@ from python_backends.tokenizer.chat_template import sandbox
 
 MAX_RENDERED = 1024 * 1024  # characters of a message
 _LEVELS = 254  # that orjson writes
+# What a text raises that Jinja or Python cannot compile, or that does not suit the values of its variables.
+_UNSUITABLE: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+_UNSUITABLE += (AttributeError, RuntimeError, MemoryError, SyntaxError)
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 _LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Names = Annotated[tuple[str, ...], _LIST]
@@ -174,7 +177,7 @@ class Template(BaseModel):
             for _, source in message.texts:
                 try:
                     names = jinja2.meta.find_undeclared_variables(_JINJA.parse(source))
-                except jinja2.TemplateError as exc:
+                except (jinja2.TemplateError, RecursionError) as exc:
                     raise ValueError(f"messages.{index}.content: must be a Jinja text, got {exc}") from None
                 if unknown := sorted(names - self.variables.keys() - _JINJA.globals.keys()):
                     problem = f"must use only variables of [variables], got {unknown[0]!r}"
@@ -195,9 +198,11 @@ class Template(BaseModel):
                 raise InvalidArgument(f"{path}.{name:.64}", f"is not known: allowed are {allowed}")
         values = {}
         for name, variable in self.variables.items():
-            value = variables.get(name, variable.default)
-            if value is None:
-                raise InvalidArgument(f"{path}.{name}", "is missing")
+            value = variables.get(name)
+            if value is None and not (name in variables and variable.type == "json"):
+                value = variable.default
+                if value is None:
+                    raise InvalidArgument(f"{path}.{name}", "is missing")
             values[name] = variable.checked(f"{path}.{name}", value)
         before: list[dict[str, Any]] = []
         after: list[dict[str, Any]] = []
@@ -275,8 +280,8 @@ def _shown(value: Any) -> str:
 def _rendered(source: str, values: Mapping[str, Any], path: str) -> str:
     try:
         text = _compiled(source).render(values)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
-        raise InvalidArgument(path, f"must suit the template, got {exc}") from exc
+    except _UNSUITABLE as exc:
+        raise InvalidArgument(path, f"must suit the template, got {str(exc) or type(exc).__name__}") from exc
     if len(text) > MAX_RENDERED:
         raise InvalidArgument(path, f"must make messages of at most {MAX_RENDERED} characters, got {len(text)}")
     return text

@@ -63,6 +63,13 @@ class Breaker:
             return Breaker(BreakerState.HALF_OPEN, self.failures, self.pause_s, now_s)
         return self
 
+    def began(self, policy: BreakerPolicy, sent_s: float) -> Breaker:
+        """Return the breaker after the first tokens of a request: those of the trial, which may last for minutes, close
+        it, and the next failure opens it as that of a trial would. sent_s: see ``after``."""
+        if self.state is BreakerState.HALF_OPEN and sent_s >= self.until_s:
+            return Breaker(BreakerState.CLOSED, policy.failures - 1, self.pause_s)
+        return self
+
     def left(self, now_s: float, sent_s: float = math.inf) -> Breaker:
         """Return the breaker after an inconclusive request: another trial is allowed. sent_s: see ``after``."""
         if self.state is BreakerState.HALF_OPEN and sent_s >= self.until_s:
@@ -76,12 +83,7 @@ class Breaker:
         return Breaker(BreakerState.CLOSED, max(self.failures, policy.failures - 1))
 
     def over(
-        self,
-        error: TridentError | None,
-        silent_s: float,
-        now_s: float,
-        policy: BreakerPolicy,
-        sent_s: float = math.inf,
+        self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy, sent_s: float = math.inf
     ) -> Breaker:
         """Return the breaker after a request ended; see blames_replica and ``after``."""
         bad = blames_replica(error, silent_s)
@@ -90,20 +92,15 @@ class Breaker:
     def after(self, ok: bool, now_s: float, policy: BreakerPolicy, sent_s: float = math.inf) -> Breaker:
         """Return the breaker after a success or failure. sent_s: when the request was sent, a trial not before ``sent``
         was called."""
-        if self.state is BreakerState.HALF_OPEN and sent_s < self.until_s:
-            return self
+        if self.state is BreakerState.OPEN or (self.state is BreakerState.HALF_OPEN and sent_s < self.until_s):
+            return self  # the request began before the breaker opened, and is no trial
         if ok:
-            # A request that began before the breaker opened is no trial.
-            return self if self.state is BreakerState.OPEN else _NO_FAILURE
+            return _NO_FAILURE
         failures = self.failures + 1
-        if self.state is BreakerState.HALF_OPEN:
-            pause_s = min(self.pause_s * 2, policy.open_s * LONGEST_OPEN)
-            return Breaker(BreakerState.OPEN, failures, pause_s, now_s + pause_s)
-        if self.state is BreakerState.OPEN:
-            return self
-        if failures >= policy.failures:
-            return Breaker(BreakerState.OPEN, failures, policy.open_s, now_s + policy.open_s)
-        return Breaker(BreakerState.CLOSED, failures)
+        if self.state is BreakerState.CLOSED and failures < policy.failures:
+            return Breaker(BreakerState.CLOSED, failures, self.pause_s)
+        pause_s = min(self.pause_s * 2, policy.open_s * LONGEST_OPEN) or policy.open_s
+        return Breaker(BreakerState.OPEN, failures, pause_s, now_s + pause_s)
 
 
 _NO_FAILURE = Breaker()

@@ -35,6 +35,7 @@ class Overflow:
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}
         self._upstreams: dict[str, Upstream] = {}
+        self._totals: dict[str, float] = {}  # of upstreams, also of those whose streams outlast a change
         self._members: dict[str, tuple[str, ...]] = {}  # the upstreams of each target
         self._rng = random.Random()
 
@@ -53,9 +54,8 @@ class Overflow:
             for name, endpoint in named.items():
                 known = self._upstreams.get(name)
                 if known is None or not unchanged:
-                    total = known.total if known else 0.0
-                    known = Upstream(self._session, name, endpoint, rules.model, self._breaker, self._budgets)
-                    known.total = total
+                    kept = (self._breaker, self._budgets, self._totals)
+                    known = Upstream(self._session, name, endpoint, rules.model, *kept)
                 upstreams[name] = known
         self._targets, self._upstreams, self._members = targets, upstreams, members
 

@@ -67,6 +67,7 @@ class RoutedReplica(Replica):
         when the breaker opens.
     tokens: that this process relayed from it.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
+    probed: the latest probe succeeded; after a failed one requests do not count for its health, as they see less.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class RoutedReplica(Replica):
         self.prefixes = PrefixCache()
         self.own_requests = 0
         self.probing = 0
+        self.probed = True
         self.tokens = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
         self.on_open: Callable[[str], None] = lambda url: None
-        self._steps = 0.0
-        self._breaker_policy = breaker
+        self.breaker_policy = breaker
 
     def candidate(self, now_s: float) -> Candidate:
         load = dataclasses.replace(
@@ -119,16 +120,19 @@ class RoutedReplica(Replica):
         self.own_requests = max(self.own_requests, self.own)
 
     def observe(self, ok: bool) -> None:
+        before = self.health.healthy
         super().observe(ok)
-        if not self.health.healthy:  # it may have been restarted
-            self.prefixes = PrefixCache()
+        if before and not self.health.healthy:  # it may be restarted, with another engine
+            self.prefixes, self.metrics = PrefixCache(), ReplicaMetrics()
 
     def ended(self, error: TridentError | None, silent_s: float, sent_s: float = math.inf) -> None:
         self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
         before, now_s = self.breaker.state, time.monotonic()
-        self.breaker = self.breaker.over(error, silent_s, now_s, self._breaker_policy, sent_s)
+        self.breaker = self.breaker.over(error, silent_s, now_s, self.breaker_policy, sent_s)
         if isinstance(error, Unavailable):
             self.observe(False)  # as a failed probe
+        elif error is None and self.health.healthy and self.probed:
+            self.observe(True)
         # After an inconclusive trial it is open and allows the next one at once.
         opened = self.breaker.state is BreakerState.OPEN and not self.breaker.allows(now_s)
         if opened and before is not BreakerState.OPEN:
@@ -154,6 +158,8 @@ class RoutedReplica(Replica):
 
         own: requests of this process there when the metrics were made.
         """
+        if 0 < self.metrics.steps != metrics.steps > 0:
+            self.progress_s = time.monotonic()
         self.metrics = metrics
         if metrics.max_running:
             self.slots = metrics.max_running
@@ -161,10 +167,6 @@ class RoutedReplica(Replica):
         else:
             self.others.forget()
         self.own_requests = self.own
-        if metrics.steps:
-            if self._steps and metrics.steps != self._steps:
-                self.progress_s = time.monotonic()
-            self._steps = metrics.steps
 
 
 class Failover(RetrySchedule):
@@ -414,8 +416,9 @@ class Replicas:
         return self._costs[engine]
 
     def prompt_weight(self) -> float:
-        """Return the work of a prompt token in tokens of decoding: the mean over the engines."""
-        weights = [model.prefill_weight for model in self._costs.values()]
+        """Return the work of a prompt token in tokens of decoding: the mean over the engines of the replicas."""
+        engines = {replica.metrics.engine for replica in self.all()}
+        weights = [self._costs[engine].prefill_weight for engine in engines if engine in self._costs]
         return sum(weights) / len(weights) if weights else Costs().prefill_weight
 
     def schedule(self) -> RetrySchedule:
@@ -436,7 +439,7 @@ class Replicas:
         if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
         now_s = time.monotonic()
-        pool = self._sets[self._pool_of(request, pinned, now_s)].replicas
+        pool = self._sets[self._pool_of(request, pinned)].replicas
         if explanation is None and len(pool) == 1 and (only := next(iter(pool.values()))).ready(now_s):
             return only
         candidates = [replica.candidate(now_s) for replica in pool.values()]
@@ -449,23 +452,16 @@ class Replicas:
             _LOG.debug("replica picked", extra={"fields": dataclasses.asdict(explanation)})
         return chosen
 
-    def _pool_of(self, request: RoutingRequest, pinned: str, now_s: float) -> str:
+    def _pool_of(self, request: RoutingRequest, pinned: str) -> str:
         """Return the pool of the request: the pinned one, or a public one with an untried ready replica."""
         if pinned in self._sets:
             return pinned
-        untried = self.has_untried(pinned, request.tried)
-        available = {
-            name: any(
-                replica.ready(now_s) and (replica.url not in request.tried or not untried)
-                for replica in pool.replicas.values()
-            )
-            for name, pool in self._sets.items()
-        }
+        avoided = request.tried if self.has_untried(pinned, request.tried) else frozenset()
+        available = {pool: any(fit.url not in avoided for fit in self.ready_in(pool)) for pool in self._sets}
         return scoring.choose_pool(self._weights, pinned, available, self._rng, request.session)
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
-        pools = self._shares(pinned)
-        return any(replica.url not in tried for replica in self.ready() if replica.pool in pools)
+        return any(fit.url not in tried for pool in self._shares(pinned) for fit in self.ready_in(pool))
 
     def serves(self, pinned: str) -> bool:
         """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""
@@ -502,7 +498,7 @@ class Replicas:
             ok = isinstance(error, DeadlineExceeded) and replica.progress_s > began_s
             if not ok:
                 _LOG.warning("replica %s failed its probe: %s", replica.url, error)
-        replica.deep_digest = digest
+        replica.deep_digest, replica.probed = digest, ok
         replica.observe(ok)
 
     async def deep_probe(self, replica: RoutedReplica) -> str:
@@ -546,18 +542,20 @@ class Replicas:
         return hashlib.sha256(encoded.values).hexdigest()
 
     async def _read_metrics(self, replica: RoutedReplica) -> None:
-        """Read the replica's metrics. Without them the work that this process has reserved is the only known load."""
+        """Read the replica's metrics. Without them the work that this process has reserved is the only known load; what
+        the replica is holds until it is unhealthy."""
         if not replica.metrics_url:
             return
-        own = replica.own
+        own, metrics = replica.own, None
         try:
             metrics = await self._scrape(replica.metrics_url)
-            replica.read_metrics(metrics or ReplicaMetrics(), (own + replica.own) / 2)
-            if metrics is not None:
-                replica.takes_priority = metrics.kind != "trtllm"  # whose backend refuses the parameter
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
-            replica.read_metrics(ReplicaMetrics(), replica.own)
+        if metrics is not None:
+            replica.takes_priority = metrics.kind != "trtllm"  # whose backend refuses the parameter
+        else:
+            metrics = dataclasses.replace(replica.metrics, running=0, waiting=0, max_running=0, kv_usage=0.0)
+        replica.read_metrics(metrics, (own + replica.own) / 2)
 
     async def _scrape(self, url: str) -> ReplicaMetrics | None:
         assert self._http is not None, "start() comes first"
@@ -683,6 +681,8 @@ class Route:
             return ""
         latest.tokens += count
         latest.progress_s = time.monotonic()
+        if count and latest.breaker.state is BreakerState.HALF_OPEN:
+            latest.breaker = latest.breaker.began(latest.breaker_policy, self._sent_s)
         return latest.metrics.engine
 
     def read_usage(self, usage: Usage) -> None:

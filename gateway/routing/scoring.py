@@ -95,10 +95,10 @@ class Router:
             raise Unavailable(f"no replica is ready: {len(candidates)} are unhealthy or have an open breaker", 1.0)
         if explanation is not None:
             _note(explanation, "not ready", candidates, left)
-        for keep in FILTERS if len(left) > 1 else ():
+        for name, keep in FILTERS.items() if len(left) > 1 else ():
             before, left = left, keep(left, request, self.slow_start_s, rng) or left
             if explanation is not None:
-                _note(explanation, keep.__name__, before, left)
+                _note(explanation, name, before, left)
         loads = [candidate.load for candidate in left]
         chosen = self._best(loads, request, rng, explanation) if len(loads) > 1 else loads[0]
         if explanation is not None:
@@ -135,13 +135,6 @@ def _described(load: ReplicaLoad) -> str:
     return f"{occupancy(load)}/{slots} requests, {load.pending_tokens} tokens, KV {load.kv_usage:.2f}"
 
 
-def untried(
-    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
-) -> list[Candidate]:
-    """Keep replicas that have not failed this request."""
-    return [candidate for candidate in candidates if candidate.load.name not in request.tried]
-
-
 def slow_start(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
@@ -158,30 +151,15 @@ def slow_start(
     ]
 
 
-def kv_cache_room(
-    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
-) -> list[Candidate]:
-    """Keep replicas whose KV cache is not nearly full."""
-    return [candidate for candidate in candidates if candidate.load.kv_usage < NEARLY_FULL]
-
-
-def no_queue(
-    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
-) -> list[Candidate]:
-    """Keep replicas where no request waits."""
-    return [candidate for candidate in candidates if candidate.load.waiting == 0]
-
-
-def free_slot(
-    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
-) -> list[Candidate]:
-    """Keep replicas with a free slot."""
-    return [candidate for candidate in candidates if picks.has_room(candidate.load)]
-
-
-# Applied in this order. A filter that would remove every replica is skipped.
+# By name, applied in this order. A filter that would remove every replica is skipped.
 Filter = Callable[[list[Candidate], RoutingRequest, float, random.Random], list[Candidate]]
-FILTERS: tuple[Filter, ...] = (untried, slow_start, kv_cache_room, no_queue, free_slot)
+FILTERS: dict[str, Filter] = {
+    "untried": lambda found, request, *_: [one for one in found if one.load.name not in request.tried],
+    "slow_start": slow_start,
+    "kv_cache_room": lambda found, *_: [one for one in found if one.load.kv_usage < NEARLY_FULL],
+    "no_queue": lambda found, *_: [one for one in found if one.load.waiting == 0],
+    "free_slot": lambda found, *_: [one for one in found if picks.has_room(one.load)],
+}
 
 
 def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:

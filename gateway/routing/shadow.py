@@ -52,14 +52,16 @@ class Shadow:
     def begin(self, request: GenerationRequest, pool: str) -> Copy | None:
         """Return the copy of this request, which ``pool`` serves; None if it is not in the fraction."""
         rules = self.rules.get(pool) or self.rules.get(None)
-        return Copy(self, rules, request) if rules is not None and self._rng.random() < rules.fraction else None
+        if rules is None or rules.pool == pool or self._rng.random() >= rules.fraction:
+            return None
+        return Copy(self, rules, request)
 
-    def start(self, request: GenerationRequest, rules: ShadowRules) -> asyncio.Task[str | None] | None:
+    def start(self, request: GenerationRequest, rules: ShadowRules, payload: bytes) -> asyncio.Task[str | None] | None:
         if self._running[rules.pool] >= rules.max_running:
             self.count(rules.pool, "full")
             return None
         self._running[rules.pool] += 1
-        return self.task(self._output(request, rules.pool))
+        return self.task(self._output(request, rules.pool, payload))
 
     def task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.ensure_future(work)
@@ -73,10 +75,10 @@ class Shadow:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _output(self, request: GenerationRequest, pool: str) -> str | None:
+    async def _output(self, request: GenerationRequest, pool: str, payload: bytes) -> str | None:
         """Return the copy's text at ``pool``; None if it fails."""
         copy = dataclasses.replace(request, request_id=new_request_id(), stream=True)
-        route = self._replicas.route(copy, pool)
+        route = self._replicas.route(copy, pool, payload=payload)
         route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         began_s, first_s, usage = time.monotonic(), 0.0, Usage(0, 0)
@@ -97,20 +99,24 @@ class Shadow:
 
 
 class Copy:
-    """The copy of one request; it observes the original."""
+    """The copy of one request; it observes the original.
+
+    payload: the ModelInferRequest that is copied, of a request that is relayed.
+    """
 
     def __init__(self, shadow: Shadow, rules: ShadowRules, request: GenerationRequest) -> None:
         self._shadow, self._rules, self._request = shadow, rules, request
         self._parts: list[str] = []
         self._task: asyncio.Task[str | None] | None = None
         self._begun = self._whole = False
+        self.payload = b""
 
     def observe(self, delta: TokenDelta) -> None:
         self._parts.append(delta.text)
         self._whole = self._whole or delta.finish_reason is not None
         if not self._begun:
             self._begun = True
-            self._task = self._shadow.start(self._request, self._rules)
+            self._task = self._shadow.start(self._request, self._rules, self.payload)
 
     def ended(self, error: TridentError | None, keep: Keep | None = None) -> None:
         """Compare the outputs once the copy has ended.

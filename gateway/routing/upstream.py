@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import operator
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ MAX_EVENT_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
 # Parameters that OpenAI's protocol lacks, or that upstreams interpret differently.
 _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
+_OF_POOL = ("adapter", "continue_ids", "input_ids", "stop_token_ids")  # ids are of its vocabulary
+_LOST = (*_OF_POOL, "bad_words", "chat_template_kwargs", "echo", "truncate_prompt_tokens")  # OpenAI refuses a long one
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
 _ENDS = {"length": FinishReason.LENGTH}
@@ -64,7 +67,7 @@ class Upstream:
     """One endpoint of an upstream, with a circuit breaker.
 
     model: where the endpoint has none of its own. budgets: keeps what its day may cost; None: there is no such bound.
-    total: what it has cost, in the currency of its prices.
+    totals: what each upstream has cost, by name, in the currency of its prices.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Upstream:
         model: str,
         breaker: BreakerPolicy,
         budgets: BudgetStore | None = None,
+        totals: dict[str, float] | None = None,
     ) -> None:
         self._session, self._endpoint, self._policy = session, endpoint, breaker
         self._model, self._api_key = endpoint.model or model, endpoint.api_key
@@ -82,7 +86,7 @@ class Upstream:
         self.breaker = Breaker()
         self.outstanding = 0
         self.first_s = self.errors = 0.0  # means of the latest: time to first token, share of failures
-        self._budgets, self.total = budgets, 0.0
+        self._budgets, self._totals = budgets, {} if totals is None else totals
         self._left, self._left_until_s = 0, 0.0  # millionths of the day's bound, and how long that is believed
         self._cool_until_s = 0.0
 
@@ -114,29 +118,32 @@ class Upstream:
             raise error
         return Spend(self, reservation, micros)
 
+    @property
+    def total(self) -> float:
+        """What it has cost."""
+        return self._totals.get(self.name, 0.0)
+
     def spent(self, spend: Spend, cost: float) -> None:
         """Take note of what a request did cost."""
-        self.total += cost
+        self._totals[self.name] = self.total + cost
         if self._budgets is not None and spend.reservation is not None:
             self._budgets.settle(spend.reservation, 0, _micros(cost))
             self._left += spend.micros - _micros(cost)
 
-    def began(self, first_s: float) -> None:
-        """Take note of a time to first token."""
-        self.first_s += (first_s - self.first_s) * (0.2 if self.first_s else 1.0)
+    def began(self, sent_s: float) -> None:
+        """Take note of the first tokens of a request. sent_s: when it was sent."""
+        self.first_s += (time.monotonic() - sent_s - self.first_s) * (0.2 if self.first_s else 1.0)
+        self.breaker = self.breaker.began(self._policy, sent_s)
 
     def understands(self, request: GenerationRequest) -> bool:
         """Return whether OpenAI's protocol can express the request."""
-        plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
-        lost = bool(request.stop_token_ids or request.echo or request.chat_template_kwargs or request.continue_ids)
-        lost = lost or bool(request.bad_words)
-        # Ids are of the pool's own vocabulary, adapters of its own model, and OpenAI refuses a long prompt.
-        lost = (
-            lost or bool(request.adapter) or request.input_ids is not None or request.truncate_prompt_tokens is not None
-        )
+        if any(getattr(request.sampling, name) != getattr(SamplingParams, name) for name in _NEUTRAL):
+            return False
+        if any(getattr(request, name) != getattr(GenerationRequest, name) for name in _LOST):
+            return False
         if request.tools is not None:  # a guide of calls and the special tokens are what a replica needs for them
-            return plain and not lost and (request.guide is None or not _holds_answer(request.guide))
-        return plain and not lost and request.guide is None and request.skip_special_tokens
+            return request.guide is None or not _holds_answer(request.guide)
+        return request.guide is None and request.skip_special_tokens
 
     def wait_s(self) -> float:
         """Return the seconds until it accepts requests: its Retry-After and its breaker; 0 or less for now."""
@@ -202,14 +209,11 @@ class Upstream:
         status, message = answer.status, f"{self.name} answered {answer.status}: {_message(body)}"
         if status in (400, 413, 422):
             return _invalid(message, body)
-        if status == 429:
-            error: Overloaded | Unavailable = Overloaded(message, retry_after_s(answer.headers))
-        else:  # its keys and models are our configuration, so a wrong one is no fault of the caller's
-            error = Unavailable(message, retry_after_s(answer.headers))
-        if error.retry_after_s is not None or status == 429:
-            cool_s = COOL_S if error.retry_after_s is None else error.retry_after_s
-            self._cool_until_s = max(self._cool_until_s, time.monotonic() + cool_s)
-        return error
+        wait_s = retry_after_s(answer.headers)
+        if wait_s is not None or status == 429:
+            self._cool_until_s = max(self._cool_until_s, time.monotonic() + (COOL_S if wait_s is None else wait_s))
+        # Its keys and models are our configuration, so a wrong one is no fault of the caller's.
+        return Overloaded(message, wait_s) if status == 429 else Unavailable(message, wait_s)
 
 
 @dataclass
@@ -263,8 +267,7 @@ class UpstreamStream:
         raise item
 
     def cancel(self) -> None:
-        if not self._reading.done():
-            self._reading.cancel()
+        self._reading.cancel()
 
     def abandon(self, error: TridentError) -> None:
         """End it with ``error``, which its reader sees, as a failure of the upstream: it was silent."""
@@ -279,22 +282,23 @@ class UpstreamStream:
                 await self._arrived.put(delta)
         except TridentError as exc:
             end = exc
-        except (AttributeError, TypeError) as exc:
-            end = EngineFailed(f"{self._upstream.name} sent a malformed event: {exc}")
         await self._arrived.put(end)
         return end
 
     def _ended(self, reading: asyncio.Task) -> None:
         self._spend.settle(self._counted or (self._estimated() if self._tokens else None))
-        if not reading.cancelled():
-            silent_s = 0.0 if self._tokens else time.monotonic() - self._sent_s
+        silent_s = 0.0 if self._tokens else time.monotonic() - self._sent_s
+        if reading.cancelled():
+            end, silent_s = self._failure or Cancelled("the stream was left"), math.inf
+        elif (malformed := reading.exception()) is not None:
+            end = EngineFailed(f"{self._upstream.name} sent a malformed event: {malformed}")
+        else:
             self._upstream.over(reading.result(), silent_s, self._sent_s)
             return
-        end = self._failure or Cancelled("the stream was left")
         while not self._arrived.empty():
             self._arrived.get_nowait()
         self._arrived.put_nowait(end)
-        self._upstream.over(end, math.inf if self._failure else 0.0, self._sent_s)
+        self._upstream.over(end, silent_s, self._sent_s)
 
     async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
         """Yield text as it arrives; the end waits for the usage that follows it."""
@@ -304,10 +308,10 @@ class UpstreamStream:
             counted = _usage(event.get("usage")) or counted
             for choice in event.get("choices") or ():
                 added = choice.get("delta") or {}
-                text, sections = choice.get("text") or added.get("content") or "", _sections(added)
+                text, sections = _text(choice.get("text") or added.get("content")), _sections(added)
                 if text or sections:
                     if not self._tokens:
-                        self._upstream.began(time.monotonic() - self._sent_s)
+                        self._upstream.began(self._sent_s)
                     self._tokens += 1
                     yield TokenDelta(text=text, sections=sections)
                 if choice.get("finish_reason"):
@@ -385,28 +389,40 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         except ValueError:
             try:
                 wait_s = parsedate_to_datetime(text).timestamp() - time.time()
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):
                 continue
         if math.isfinite(wait_s):
             return min(max(wait_s, 0.0), 3600.0)
     return None
 
 
+def _text(value: Any) -> str:
+    """Return a text of an event, "" for none. Raises TypeError."""
+    if not isinstance(value or "", str):
+        raise TypeError(f"a text was expected, got {value!r:.80}")
+    return value or ""
+
+
 def _usage(fields: Any) -> Usage | None:
+    """Return the usage of an event; None where it is missing or cannot be right."""
     if not isinstance(fields, dict):
         return None
-    prompt, output = fields.get("prompt_tokens"), fields.get("completion_tokens")
+    cached = (fields.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reasoning = (fields.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-    return Usage(prompt, output, 0, reasoning) if isinstance(prompt, int) and isinstance(output, int) else None
+    counts: list[Any] = [fields.get("prompt_tokens"), fields.get("completion_tokens"), cached, reasoning]
+    if any(type(count) is not int or not 0 <= count < 2**31 for count in counts):
+        return None
+    prompt, output, *_ = counts
+    return Usage(prompt, output, min(cached, prompt), reasoning)
 
 
 def _sections(added: Mapping[str, Any]) -> Sections | None:
     """Return the tool calls and the reasoning of a chunk's delta."""
-    reasoning, calls = added.get("reasoning_content") or added.get("reasoning") or "", []
+    reasoning, calls = _text(added.get("reasoning_content") or added.get("reasoning")), []
     for call in added.get("tool_calls") or ():
         function = call.get("function") or {}
-        named = (call.get("id") or "", function.get("name") or "", function.get("arguments") or "")
-        calls.append(ToolCallDelta(call.get("index") or 0, *named))
+        named = (_text(call.get("id")), _text(function.get("name")), _text(function.get("arguments")))
+        calls.append(ToolCallDelta(operator.index(call.get("index") or 0), *named))
     return Sections(reasoning, tuple(calls)) if reasoning or calls else None
 
 

@@ -119,7 +119,7 @@ class Samples:
         if self.store is not None and rules.keeps and tenants:
             secret = "encrypted" if self.store.encrypted else "NOT ENCRYPTED"
             text = f"prompts and answers of {tenants} are kept in {self.store.folder}, redacted and {secret}"
-            _LOG.info("samples: %s, for %g days", text.replace("%", "%%"), rules.days)
+            _LOG.info("samples: %s, for %g days", text, rules.days)
         else:
             _LOG.info("samples: no text is kept; answers are %s", "checked" if rules.checks else "not checked")
         if rules.checks is not None:

@@ -6,7 +6,6 @@ removes the files, and what was generated for requests from before it is not wri
 
 from __future__ import annotations
 
-import calendar
 import contextlib
 import errno
 import fcntl
@@ -34,6 +33,7 @@ _HOUR = "%Y%m%dT%H"
 _HOUR_CHARS = len("20261123T06")
 _DIGEST = 16  # hexadecimal digits
 MAX_CHANGES = 20  # ratings of one request that replace each other
+_SEGMENTS = f"{'[0-9]' * 8}T[0-9][0-9]-{'[0-9]' * 6}.jsonl"  # names of the files; others in the folder stay
 _FILES = 16  # of a full store: one of them goes when room is needed
 
 
@@ -136,8 +136,7 @@ class SampleStore:
             for tenant in self.tenants():
                 for kind, age_s in ((KEPT, rules.days * 86_400), (HELD, rules.hold_s)):
                     for path in self._files(tenant, kind):
-                        began_s = calendar.timegm(time.strptime(path.name[:_HOUR_CHARS], _HOUR))
-                        if began_s + age_s <= now_s:
+                        if path.name[:_HOUR_CHARS] <= _hour(now_s - age_s):
                             path.unlink()
 
     def tenants(self) -> list[str]:
@@ -186,7 +185,7 @@ class SampleStore:
         if len(data) >= limit:
             raise OSError(errno.EFBIG, "more was added at once than the tenant may have")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sizes = {file: file.stat().st_size for file in sorted(path.parent.glob("*.jsonl"))}
+        sizes = {file: file.stat().st_size for file in sorted(path.parent.glob(_SEGMENTS))}
         while sum(sizes.values()) + len(data) >= limit:
             oldest = next((file for file in sizes if file != path), path)
             del sizes[oldest]
@@ -219,7 +218,7 @@ class SampleStore:
 
     def _files(self, tenant: str, kind: str) -> list[Path]:
         """Return the files, oldest first."""
-        return sorted((self._home(tenant) / kind).glob("*.jsonl"))
+        return sorted((self._home(tenant) / kind).glob(_SEGMENTS))
 
     def _deleted_s(self, tenant: str) -> float:
         try:

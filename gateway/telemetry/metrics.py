@@ -142,12 +142,12 @@ class Metrics:
             self.retries.inc(attempts - 1)
         rules = tenant.class_rules if tenant is not None else None
         ttft_s = first_s - began_s if first_s else math.inf
-        itl_s = (ended_s - first_s) / (output_tokens - 1) if first_s and output_tokens > 1 else None
+        itl_s = (ended_s - first_s) / (output_tokens - 1) if first_s and output_tokens > 1 and not whole else None
         left = not first_s and error_type == Cancelled.__name__  # the caller did not wait for the token
         if tenant is not None and rules is not None and rules.ttft_s is not None and not left:
             self.objectives.labels(tenant.request_class, "ttft", _met(ttft_s <= rules.ttft_s)).inc()
         if source == ENGINE:
-            self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, None if whole else itl_s)
+            self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, itl_s)
             if tenant is not None and first_s:
                 name, values = self.tenant(tenant.name), (input_tokens, output_tokens, ended_s - began_s, ttft_s)
                 for metric, value in zip(self.by_tenant, values, strict=True):

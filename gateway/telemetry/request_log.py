@@ -32,7 +32,7 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
         **more,
     }
     message = f"generation failed: {error}" if level == logging.ERROR else "generation"
-    _LOG.log(level, message.replace("%", "%%"), extra={"fields": fields})
+    _LOG.log(level, message, extra={"fields": fields})
 
 
 def writes(error: TridentError | None) -> bool:

@@ -83,7 +83,6 @@ class StateMetrics:
         yield from self._backends()
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
         yield from self._pools()
-        yield from self._starting()
         yield from self._releases()
         degraded = CounterMetricFamily("trident_gateway_degraded", "Degraded requests, by stage", labels=("stage",))
         for stage, count in self.degraded().items():
@@ -139,17 +138,14 @@ class StateMetrics:
                 "replica_tokens_per_second": replica.tokens_per_s(replica.slots),
             }
             _add(families, (replica.url, replica.pool), values)
+        text = "What answers of upstreams cost"
+        spent = CounterMetricFamily("trident_gateway_upstream_spend", text, labels=("pool",))
         for upstream in self.upstreams():
             breaker = upstream.breaker.state_at(now_s).value
             values = {"breaker_state": breaker, "replica_outstanding": upstream.outstanding}
             _add(families, (upstream.url, upstream.name), values)
-        yield from (*families.values(), tokens)
-        spent = CounterMetricFamily(
-            "trident_gateway_upstream_spend", "What answers of upstreams cost", labels=("pool",)
-        )
-        for upstream in self.upstreams():
             spent.add_metric((upstream.name,), upstream.total)
-        yield spent
+        yield from (*families.values(), tokens, spent)
 
     def _pools(self) -> Iterator[Metric]:
         families = _gauges(
@@ -163,6 +159,8 @@ class StateMetrics:
             pool_others="Requests of other gateways there, by the replicas' metrics",
             pool_token_cost="Work of a reserved token in tokens of decoding, as measured; 0 if unknown",
             pool_drain_tokens_per_second="Reserved tokens settled per second while requests wait; 0 if none waited",
+            pool_starting="Registered replicas that start",
+            pool_starting_seconds="Until the last of them is ready, by their last starts; absent while one is unknown",
         )
         depth = GaugeMetricFamily(
             "trident_gateway_queue_depth",
@@ -190,7 +188,10 @@ class StateMetrics:
                 "pool_others": sum(replica.others.requests for replica in healthy),
                 "pool_token_cost": slots.token_cost,
                 "pool_drain_tokens_per_second": slots.drain_tokens_per_s,
+                "pool_starting": len(pool.starting),
             }
+            if None not in pool.starting:
+                values["pool_starting_seconds"] = max(map(float, filter(None, pool.starting)), default=0.0)
             _add(families, (pool.name,), values)
             for priority, count in sorted(slots.queue.depths().items()):
                 depth.add_metric((pool.name, str(priority)), count)
@@ -199,19 +200,6 @@ class StateMetrics:
                     backlog.add_metric((pool.name, str(priority), state), amount)
             arrived.add_metric((pool.name,), slots.arrived_tokens)
         yield from (*families.values(), depth, backlog, arrived)
-
-    def _starting(self) -> Iterator[Metric]:
-        families = _gauges(
-            ("pool",),
-            pool_starting="Registered replicas that start",
-            pool_starting_seconds="Until the last of them is ready, by their last starts; absent while one is unknown",
-        )
-        for pool in self.pools():
-            families["pool_starting"].add_metric((pool.name,), len(pool.starting))
-            if None not in pool.starting:
-                seconds = max(map(float, filter(None, pool.starting)), default=0.0)
-                families["pool_starting_seconds"].add_metric((pool.name,), seconds)
-        yield from families.values()
 
 
 def _gauges(labels: tuple[str, ...], **help_texts: str) -> dict[str, GaugeMetricFamily]:

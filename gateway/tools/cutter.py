@@ -59,6 +59,8 @@ class Cutter:
         self._passes = self._has_ids = False  # passes: the output was cut elsewhere
         self._trims = opened  # blanks at the beginning of a section are left out
         self._blank = ""  # blanks that are part of the text if more of it follows
+        self._gap = ""  # blanks that stood between two texts, which a section separates
+        self._wrote = False  # there is text
         self._began = False  # something other than blanks came
         self._raw: str | None = None  # becomes text if what begins here is no call
         self._bare = False
@@ -146,6 +148,8 @@ class Cutter:
         return self._rules.drops_special and bool(marker.is_token)
 
     def _enter(self, state: str) -> None:
+        if self._wrote and self._state == _TEXT:
+            self._gap = self._gap or self._blank
         self._state, self._trims, self._blank, self._began = state, True, "", True
 
     def _leave_call(self) -> None:
@@ -223,10 +227,14 @@ class Cutter:
         """Add text to the content or the reasoning; blanks at its end wait for what follows."""
         text = self._blank + text
         if self._trims:
+            if kind == _TEXT and self._wrote:
+                self._gap = self._gap or text[: text[:1].isspace()]
             text = text.lstrip()
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         if shown:
+            if kind == _TEXT:
+                shown, self._gap, self._wrote = self._gap + shown, "", True
             self._parts.append((kind, shown))
             self._trims, self._began = False, True
 

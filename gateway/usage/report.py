@@ -120,7 +120,9 @@ def _filter(given: Mapping[str, str], level: str, zone: str) -> tuple[str, Filte
     from_s = _time("from", given["from"], zone) if "from" in given else period_at("month", zone, now_s).start_s
     to_s = _time("to", given["to"], zone) if "to" in given else (now_s // QUARTER_S + 1) * QUARTER_S
     if to_s < from_s:
-        raise InvalidArgument("to", f"must not be before from, got {given.get('to')!r}")
+        if "to" not in given:
+            raise InvalidArgument("from", f"must not be after now where there is no to, got {given['from']!r}")
+        raise InvalidArgument("to", f"must not be before from, got {given['to']!r}")
     return zone, Filter(from_s, to_s, level, *(given.get(name, "") for name in ("model", "endpoint", "request_id")))
 
 

@@ -16,8 +16,8 @@ class OpenAIUpstream:
     """texts: the pieces of every answer, of a chat also as the fields of a delta.
     status: other than 200 refuses, with ``headers`` and ``error``, the body.
     hangs: nothing is ever answered. gap_s: between pieces.
-    usage: whether it counts. cut_after: after so many pieces the connection is dropped. broken_after: after so many an
-    error event comes."""
+    usage: whether it counts, or its counts. cut_after: after so many pieces the connection is dropped. broken_after:
+    after so many an error event comes."""
 
     texts: tuple[str | dict, ...] = (" from", " afar")
     status: int = 200
@@ -25,7 +25,7 @@ class OpenAIUpstream:
     error: dict | None = None
     hangs: bool = False
     gap_s: float = 0.0
-    usage: bool = True
+    usage: bool | dict = True
     cut_after: int | None = None
     broken_after: int | None = None
     seen: list[tuple[str, dict, dict]] = field(default_factory=list)  # (path, headers in lower case, body)
@@ -66,7 +66,8 @@ class OpenAIUpstream:
             await asyncio.sleep(self.gap_s)
         await say({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if self.usage:
-            await say({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(self.texts)}})
+            counted = {"prompt_tokens": 7, "completion_tokens": len(self.texts)}
+            await say({"choices": [], "usage": counted if self.usage is True else self.usage})
         await response.write(b": a comment\n\ndata: [DONE]\n\n")
 
 

@@ -57,7 +57,19 @@ def test_check_reads_settings_and_file(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text('[hooks.a]\nuse = "no.such:Hook"')
     with pytest.raises(InvalidArgument, match="hooks.a.use"):
         run("check")
+    path.write_text('[models.a]\npools = [""]\ntokenizer = "/nowhere/tokenizer.json"')
+    with pytest.raises(InvalidArgument, match="models.a.tokenizer"):
+        run("check")
+    path.write_text("[samples]\nfraction = 1.0")
+    with pytest.raises(InvalidArgument, match="samples: keeps text and needs TRIDENT_GATEWAY_SAMPLES"):
+        run("check")
     path.write_text("[admission]\nmax_wait_s = 1.0")
+    with monkeypatch.context() as setting:
+        setting.setenv("TRIDENT_GATEWAY_BATCH_DB", str(tmp_path / "batches"))
+        setting.setenv("TRIDENT_GATEWAY_BATCH_WEBHOOK_ORIGINS", "https://[::1")
+        with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_BATCH_WEBHOOK_ORIGINS"):
+            run("check")
+    assert not (tmp_path / "batches").exists()
     run("check")
     output = capsys.readouterr()
     assert "valid; 0 keys" in output.out and "did you mean TRIDENT_GATEWAY_HTTP_PORT" in output.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import numpy as np
@@ -12,6 +13,7 @@ from contract.errors import InvalidArgument, Overloaded
 from gateway import app
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
+from gateway.routing import circuit_breaker
 from gateway.service import Service
 from tests.fakes.encoder_replica import DIMENSIONS, EncoderReplica, vector
 from tests.gateway.config.test_configuration import ALICE, keys
@@ -65,6 +67,17 @@ async def test_without_a_healthy_replica_it_is_503_and_a_silent_one_is_504():
         replica.refusal = (grpc.StatusCode.UNAVAILABLE, "Unavailable: gone")
         status, headers, _ = await embed(running, "a")
         assert status == 503 and headers["retry-after"]
+
+
+async def test_the_queue_of_an_encoder_that_serves_others_is_no_failure(monkeypatch):
+    monkeypatch.setattr(circuit_breaker, "SILENCE_S", 0.1)
+    async with EncoderReplica() as replica, gateway(config=config(replica), idle_timeout_s=0.2) as running:
+        [known] = running.service.replicas.ready_in("small")
+        replica.gate.clear()
+        for failures, progress_s in ((1, 0.0), (1, time.monotonic() + 60)):
+            known.progress_s = progress_s
+            assert (await embed(running, "a"))[0] == 504
+            assert known.breaker.failures == failures
 
 
 async def test_a_caller_that_leaves_frees_the_replica():

@@ -70,6 +70,20 @@ async def test_a_failed_request_moves_to_a_target_only_before_its_first_token(to
             assert here.idle
 
 
+async def test_the_call_of_a_silent_replica_that_another_one_continues_is_counted():
+    scripts = [Script((" a", " b"), stall_after=1), Script((" a", " b"))]
+    async with FakeReplica(lambda seen: scripts.pop(0)) as replica:
+        async with runtime(replica.url, idle_timeout_s=5, continuations=1) as here:
+            generation = await here.generation(requests()[0])
+            assert (await anext(generation)).text == " a"
+            reading = asyncio.ensure_future(anext(generation))
+            await asyncio.sleep(0)
+            generation.check(time.monotonic() + 6)
+            assert (await reading).text == " b"
+            generation.close()
+            assert here.metric("trident_gateway_retries_total") == 1
+
+
 async def test_a_silent_engine_is_cut_by_the_watchdogs_check():
     script = Script((" a", " b"), stall_after=1)
     async with FakeReplica(lambda seen: script) as replica, runtime(replica.url, idle_timeout_s=5) as here:

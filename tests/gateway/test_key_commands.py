@@ -56,6 +56,13 @@ def test_keys_are_managed_without_a_gateway(environ, capsys):
     assert actions == ["key.create", "key.rotate", "key.revoke"]
 
 
+def test_no_key_is_made_where_the_audit_log_cannot_be_written(environ, monkeypatch, capsys):
+    monkeypatch.setenv("TRIDENT_GATEWAY_AUDIT_LOG", str(environ / "missing" / "audit"))
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_AUDIT_LOG: cannot be written"):
+        command(capsys, "create", NAME)
+    assert command(capsys, "list") == ""
+
+
 def test_without_a_store_the_command_says_what_is_missing(environ, monkeypatch, capsys):
     monkeypatch.delenv("TRIDENT_GATEWAY_KEY_STORE")
     with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_KEY_STORE: must be set, or --gateway"):

@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 
+from contract.errors import InvalidArgument
+from gateway import openapi
+from gateway.api.schemas import Message
+from gateway.config.settings import Settings
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway
 
@@ -75,3 +81,19 @@ async def test_schemathesis_finds_nothing_wrong(tmp_path: Path):
         # What is only slow or strange would end in a defect of ours.
         page = await running.metrics()
         assert not [name for name in page if "requests_total" in name and 'code="500"' in name]
+
+
+def test_the_messages_that_the_schema_allows_are_those_that_are_accepted():
+    document = openapi.document(Settings())
+    schema = jsonschema_rs.validator_for({"$ref": "#/components/schemas/Message", **document})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    fields = {"content": "x", "name": "n", "reasoning_content": "hm", "tool_calls": [call], "tool_call_id": "a"}
+    for role, count in product(("system", "developer", "user", "assistant", "tool"), range(len(fields) + 1)):
+        for names in combinations(fields, count):
+            message = {"role": role, **{name: fields[name] for name in names}}
+            try:
+                Message.model_validate(message).plain("messages.0")
+                accepted = True
+            except InvalidArgument:
+                accepted = False
+            assert schema.is_valid(message) == accepted, message

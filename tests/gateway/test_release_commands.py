@@ -117,6 +117,9 @@ def test_a_gateway_that_is_not_there_is_named(capsys):
     with pytest.raises(Unavailable, match="no gateway answered"):
         run("status", "--gateway", "http://127.0.0.1:9")
     assert "warning: http://127.0.0.1:9 does not answer: [Errno 111] Connection refused" in capsys.readouterr().err
+    for url in ("http://local host:9", "http://127.0.0.1:9"):
+        with pytest.raises(Unavailable, match=f"{url} does not answer"):
+            run("shift", "a name", "--to", "5", "--gateway", url)
     with pytest.raises(InvalidArgument, match="--gateway: must be the URL of a gateway's HTTP port, got '127.0.0.1:9'"):
         run("status", "--gateway", "127.0.0.1:9")
 

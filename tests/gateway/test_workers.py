@@ -16,6 +16,10 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway import workers
+from gateway.config.configuration import Configuration
+from gateway.config.settings import Settings
+from gateway.usage.store import UsageStore
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import until
 from tests.gateway.test_main import process
@@ -102,6 +106,47 @@ async def test_workers_share_ports_caps_metrics_and_stored_responses_and_one_tha
             gateway.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(gateway.wait(), 60) == 0
             assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+async def test_sighup_makes_every_worker_read_the_file_again(tmp_path: Path):
+    config = tmp_path / "gateway.toml"
+    config.write_text("[admission]\nmax_running = 3\n")
+    async with FakeReplica(lambda seen: Script()) as replica:
+        async with process(replica, WORKERS="2", CONFIG=str(config)) as (gateway, _):
+            gateway.send_signal(signal.SIGHUP)
+            reads = 0
+            while reads < 3:  # the parent's too
+                reads += b"the configuration was read again" in await asyncio.wait_for(gateway.stderr.readline(), 60)
+
+
+async def test_only_a_worker_that_served_is_killed_for_its_silence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "SILENT_S", 0.05)
+    monkeypatch.setattr(workers, "READ_EVERY_S", 0.01)
+    parent = workers.Workers(Settings(workers=1), Configuration(None, {}, {}), 0, 0, 1.0)
+    own, end = socket.socketpair()
+    await parent._hub.attach(0, own)
+    worker = parent._processes[0] = await asyncio.create_subprocess_exec("sleep", "600")
+    parent._started.set()  # it served before it was restarted
+    watching = asyncio.create_task(parent._watch())
+    try:
+        await asyncio.sleep(0.5)
+        assert worker.returncode is None
+        parent._ready(0)
+        assert await asyncio.wait_for(worker.wait(), 60) == -signal.SIGKILL
+    finally:
+        watching.cancel()
+        await parent.close()
+        end.close()
+
+
+async def test_budgets_in_redis_leave_the_usage_database_to_others(tmp_path: Path):
+    settings = Settings(workers=1, usage_db=tmp_path / "usage")
+    config = tmp_path / "gateway.toml"
+    config.write_text('[budgets]\nredis = "redis://localhost:1/0"\n')
+    lock = UsageStore(settings).lock()
+    parent = workers.Workers(settings, Configuration(config, {}, {}), 0, 0, 1.0)
+    await parent.close()
+    os.close(lock)
 
 
 async def metrics(monitoring: str) -> str:

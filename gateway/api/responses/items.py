@@ -32,8 +32,8 @@ class Part(StrictModel):
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: StrictStr
-    annotations: Annotated[list[Any], EntryLimit] | None = None
-    logprobs: Annotated[list[Any], EntryLimit] | None = None
+    annotations: Annotated[list[Any] | None, EntryLimit, Field(exclude=True)] = None
+    logprobs: Annotated[list[Any] | None, EntryLimit, Field(exclude=True)] = None
 
 
 _Parts = Annotated[list[Part], Field(fail_fast=True), EntryLimit]

@@ -23,6 +23,7 @@ from gateway.tools.cutter import CutterRules
 _NAMES = (
     (r"messages\b.*", "input"),
     (r"max(_completion)?_tokens", "max_output_tokens"),
+    (r"logprobs", "include"),
     (r"(tools\.\d+|tool_choice)\.function(.*)", r"\1\2"),
     (r"response_format(?:\.json_schema)?(.*)", r"text.format\1"),
 )

@@ -175,6 +175,45 @@ async def test_what_a_worker_holds_ends_with_it():
         await asyncio.gather(*lost, return_exceptions=True)
 
 
+async def test_what_a_worker_had_reserved_counts_as_used_when_it_ends():
+    async with workers(2, slots=4) as (hub, made):
+        tenant = capped("acme", tokens_per_minute=1000)
+        running = asyncio.create_task(made[0].run(tenant, 60.0, GenerationRequest(text_input="x", max_tokens=500)))
+        while hub.pool("").slots.running < 1:
+            await asyncio.sleep(0.001)
+        bucket = hub.budgets._buckets["tokens:acme"]
+        assert bucket.held > 500
+        made[0].link.close()
+        while 0 in hub.workers:
+            await asyncio.sleep(0.001)
+        assert not bucket.held and bucket.balance < 500
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_reservation_that_is_granted_after_its_worker_ended_holds_nothing(monkeypatch):
+    async with workers(1) as (hub, made):
+        reserve, asked, gone = hub.budgets.reserve, asyncio.Event(), asyncio.Event()
+
+        async def late(*parts):
+            asked.set()
+            await gone.wait()
+            return await reserve(*parts)
+
+        monkeypatch.setattr(hub.budgets, "reserve", late)
+        running = asyncio.create_task(made[0].run(capped("acme", tokens_per_minute=1000)))
+        await asked.wait()
+        made[0].link.close()
+        while hub.workers:
+            await asyncio.sleep(0.001)
+        gone.set()
+        while hub.reserving:
+            await asyncio.sleep(0.001)
+        bucket = hub.budgets._buckets["tokens:acme"]
+        assert not bucket.held and bucket.balance == 1000
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_caller_that_leaves_at_any_moment_leaves_nothing_behind():
     rng = random.Random(1)
     async with workers(2, slots=2, max_in_flight_of_class={"1": 30}) as (hub, made):

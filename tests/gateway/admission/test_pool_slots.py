@@ -221,6 +221,41 @@ async def test_an_endless_stream_of_short_requests_does_not_starve_a_long_one(cl
     assert admission.slots("main").idle
 
 
+@given(
+    reserved=st.integers(100, 32_000), used=st.floats(0.01, 1.0), slots=st.integers(2, 12), before=st.integers(1, 40)
+)
+def test_a_tenant_that_was_there_first_shares_equally_with_one_that_comes_later(
+    reserved: int, used: float, slots: int, before: int
+) -> None:
+    """Whatever it reserved and did not use while it had the pool for itself."""
+
+    async def play() -> None:
+        shared = rules(tenant_share=1.0, quantum_tokens=1)
+        pool = PoolSlots(FairQueue(shared), lambda: 0.0, lambda: Capacity(slots, slots), shared)
+        running: list[Claim] = []
+        waiting: list[Claim] = []
+        order: list[str] = []
+
+        def step(*tenants: str) -> None:
+            for tenant in tenants:
+                while pool.queue.waiting_of(tenant) < 5:
+                    waiting.append(pool.claim(Entry(tenant, reserved), math.inf))
+            for claim in [claim for claim in waiting if claim.given]:
+                waiting.remove(claim)
+                running.append(claim)
+                order.append(claim.entry.tenant)
+            running.pop(0).close(reserved * used)
+
+        for _ in range(before):
+            step("first")
+        order.clear()
+        for _ in range(200):
+            step("first", "later")
+        assert 80 <= order.count("later") <= 120
+
+    asyncio.run(play())
+
+
 async def test_a_pool_that_can_run_more_is_noticed(clock: Any) -> None:
     pools = SomePools(main=1)
     admission = made(pools, clock, rules=rules(tenant_share=1.0))

@@ -250,6 +250,17 @@ async def test_a_default_system_prompt_is_learned(tokenizer) -> None:
     assert need.tokens == 200 + 1
 
 
+async def test_a_default_system_prompt_is_learned_once_from_requests_that_run_together(tokenizer) -> None:
+    counted = PromptTokens(tokenizer)
+    chat = GenerationRequest(messages=({"role": "user", "content": "Hello"},), max_tokens=1)
+    for _ in range(3):
+        needs = [await counted.need([chat], "a") for _ in range(20)]
+        counted.learn("a", PromptTokens().estimate(GenerationRequest(input_ids=(1, 2, 3), max_tokens=1)), 3)
+        for need in needs:
+            counted.learn("a", need.counts[0], 200)
+    assert (await counted.need([chat], "a")).tokens == 200 + 1
+
+
 def test_tools_and_calls_are_part_of_the_prompt():
     turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
     request = GenerationRequest(messages=({"role": "user", "content": " hi "}, turn), tools="[1]")

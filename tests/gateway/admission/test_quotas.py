@@ -121,6 +121,14 @@ async def test_money_and_tokens_are_counted_apart(make: Make, clock: SteppedCloc
     assert refused.refused_by.demand.limit == "money_per_month" and refused.refused_by.wait_s == 12 * 3600
 
 
+async def test_a_request_that_no_day_has_room_for_is_told_so_and_not_to_come_back(make: Make) -> None:
+    store = make()
+    with pytest.raises(InvalidArgument, match="max_tokens: .* 101 tokens, more than acme may .* at most 100 together"):
+        await store.reserve((day(100),), 101)
+    assert not (await store.reserve((day(100),), 101, 100)).granted  # an estimate may be too high
+    assert await left(store, day(100)) == [100]
+
+
 async def test_a_soft_limit_refuses_nothing_and_counts_on(make: Make, clock: SteppedClock) -> None:
     clock.now_s = at("2026-11-23T12:00")
     store = make()

@@ -85,3 +85,12 @@ def test_a_complete_response_has_a_text_for_each_choice() -> None:
         (1, "ab", "stop"),
     ]
     assert found["usage"] == {"total_tokens": 3}
+
+
+def test_of_alternatives_with_the_same_text_the_likeliest_is_shown() -> None:
+    vocabulary = Vocabulary(TOKENIZER)
+    same = [token for token in range(300) if vocabulary.token(token)[0] == "\ufffd"][:2]
+    made = CompletionFormatter(CompletionRequest(model="demo", prompt="x", logprobs=2), "r", 7, vocabulary)
+    top = ((same[0], -0.25), (same[1], -5.0))
+    chunk = made.chunk(0, TokenDelta("", (same[0],), (-0.25,), top_log_probs=(top,)))
+    assert chunk is not None and chunk["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.25}]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from starlette.requests import Request
+from starlette.responses import Response
 
 from clients.wire.failures import from_rpc, retry_hint
-from contract.errors import BY_NAME, InvalidArgument, Overloaded, Unauthenticated, make
+from contract.errors import BY_NAME, InvalidArgument, NotFound, Overloaded, Unauthenticated, make
 from gateway.api import error_responses
 
 
@@ -46,3 +49,20 @@ def test_the_budgets_headers_go_along():
     error.headers = {"x-ratelimit-remaining-tokens": "0"}
     assert dict(error_responses.http(error)[1])[b"x-ratelimit-remaining-tokens"] == b"0"
     assert ("x-ratelimit-remaining-tokens", "0") in error_responses.grpc_status(error)[2]
+
+
+async def test_an_endpoint_sends_json_or_its_response_or_the_error():
+    async def handle(request: Request) -> Any:
+        if request.url.path == "/json":
+            return {"a": 1}
+        if request.url.path == "/text":
+            return Response("text", 201)
+        raise NotFound("no such key")
+
+    async def sent(path: str) -> tuple[int, bytes]:
+        response = await error_responses.answering(handle)(Request({"type": "http", "path": path, "headers": []}))
+        return response.status_code, response.body
+
+    assert await sent("/json") == (200, b'{"a":1}') and await sent("/text") == (201, b"text")
+    status, body = await sent("/other")
+    assert status == 404 and json.loads(body)["error"]["message"] == "no such key"

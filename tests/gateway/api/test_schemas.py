@@ -229,6 +229,16 @@ def test_calls_and_their_results_are_part_of_the_chat() -> None:
     ]
 
 
+def test_an_answer_that_was_cut_inside_its_reasoning_can_be_sent_back() -> None:
+    cut = {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None}
+    [request] = chat(messages=[*MESSAGES, cut, *MESSAGES]).generations(SETTINGS, 5.0)
+    assert request.messages is not None
+    assert request.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    for role, message in (("assistant", {"reasoning_content": ""}), ("user", {"reasoning_content": "hm"})):
+        with pytest.raises(InvalidArgument, match=r"^messages\.0"):
+            chat(messages=[{"role": role, "content": None, **message}]).generations(SETTINGS, 5.0)
+
+
 def test_a_model_whose_form_of_calls_is_unknown_has_no_tools() -> None:
     with pytest.raises(InvalidArgument, match="tools: are not supported"):
         held(chat(tools=[TOOL]), ChatFormat("none"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer
 from contract.errors import InvalidArgument, NotFound, PromptTooLong
 from gateway.api import schemas, tokenization
 from gateway.api.tokenization import DetokenizeRequest, ModelTokenizer, TokenizeRequest
-from tests.gateway.running import Running, gateway
+from tests.gateway.running import Running, gateway, until
 
 DEMO = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 LIBRARY = Tokenizer.from_file(str(DEMO))
@@ -73,6 +75,10 @@ def test_a_chat_is_rendered_and_gets_special_tokens_only_when_asked(model: Model
         ({"prompt": "a", "nonsense": 1}, "nonsense"),
         ({"messages": CHAT, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": json.loads('{"a":' * 300 + "1" + "}" * 300)},
+            "chat_template_kwargs",
+        ),
     ],
 )
 def test_a_wrong_body_is_named_by_its_field(model: ModelTokenizer, body: dict[str, Any], field: str) -> None:
@@ -133,3 +139,29 @@ async def info(running: Running) -> dict[str, Any]:
     assert status == 200
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+async def test_two_are_in_work_at_once_also_where_clients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, lock = 0, 0, threading.Lock()
+    counted = ModelTokenizer.tokenize
+
+    def slow(self: ModelTokenizer, body: TokenizeRequest) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return counted(self, body)
+
+    monkeypatch.setattr(ModelTokenizer, "tokenize", slow)
+    async with gateway(model="demo", tokenizer=DEMO) as served:
+        for _ in range(6):
+            leaving = [asyncio.create_task(served.post("/tokenize", {"prompt": "a"})) for _ in range(2)]
+            await until(lambda: running > 0)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+        assert (await served.post("/tokenize", {"prompt": "a"}))[0] == 200
+    assert 0 < most <= 2

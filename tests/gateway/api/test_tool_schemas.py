@@ -21,7 +21,7 @@ def test_what_the_caller_left_out_is_left_out() -> None:
 
 
 def test_names_differ() -> None:
-    with pytest.raises(InvalidArgument, match=r"tools.1.function.name: must differ from the others', got f twice"):
+    with pytest.raises(InvalidArgument, match=r"tools.1.function.name: must differ from the others, got f twice"):
         plain_tools([tool("f"), tool("f")])
 
 

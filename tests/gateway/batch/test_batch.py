@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contract.errors import InvalidArgument
+from gateway.config.settings import variable
 from tests.gateway.running import gateway
 
 
@@ -30,4 +31,4 @@ async def test_a_setting_that_cannot_be_used_is_named(tmp_path: Path, settings: 
     with pytest.raises(InvalidArgument) as caught:
         async with gateway(batch_db=tmp_path / "b", **settings):
             pass
-    assert caught.value.field == field
+    assert caught.value.field == variable(field)

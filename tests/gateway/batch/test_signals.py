@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
     pytest.importorskip(needed)
 
+from gateway.admission.hub import Hub
+from gateway.admission.hub_link import HubLink
 from gateway.batch.signals import OPERATION, InteractiveSignals
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
@@ -39,6 +43,31 @@ async def test_late_first_tokens_are_seen_until_they_are_forgotten(clock):
         signals()
         clock.advance(61)
         assert signals().first_tokens == 0
+
+
+async def test_what_other_workers_see_counts_too(clock):
+    hub = Hub(10, 1.0)
+    async with FakeReplica() as replica, gateway(replica) as holder, gateway(replica) as other:
+        links = []
+        for number, running in enumerate((holder, other)):
+            own, end = socket.socketpair()
+            await hub.attach(number, own)
+            running.service.link = HubLink(number, end, Path())
+            await running.service.link.start()
+            links.append(running.service.link)
+        holders, others = (InteractiveSignals(running.service, clock) for running in (holder, other))
+        first_token_s = other.service.metrics.first_token.labels("text_completion", "demo", "engine", "")
+        for number in (1, 2):
+            first_token_s.observe(0.6)
+            others()
+            await until(lambda number=number: holders().late == number)
+            assert holders().first_tokens == number and not holders().degraded
+        other.service.admission.rejected["queue"] += 1
+        others()
+        await until(lambda: holders().degraded)
+        for link in links:
+            link.close()
+    await hub.close()
 
 
 async def test_batch_work_does_not_count_as_interactive(clock):

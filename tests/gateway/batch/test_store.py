@@ -185,6 +185,15 @@ def test_a_validation_that_was_overtaken_adds_nothing(tmp_path: Path):
         store.cancel("a", batch.id)
 
 
+def test_a_second_validation_of_a_batch_that_runs_leaves_its_lines(tmp_path: Path):
+    store = BatchStore(tmp_path / "b")
+    batch, lines = begun(store, 3)
+    store.forget_lines(batch.id)
+    store.fail(batch.id, [{"code": "input_file_missing"}])
+    assert store.pending(batch.id, -1, 9) == lines
+    assert store.batch("a", batch.id).status == "in_progress"
+
+
 def test_what_was_kept_long_enough_goes(tmp_path: Path, clock):
     store = BatchStore(tmp_path / "b", BatchLimits(keep_s=1e6), clock)
     batch, [line] = begun(store, 1)

@@ -31,7 +31,7 @@ async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one(cl
     assert await retry == words(5)
     await first.aclose()
     assert await _all(known.follow("a", "k", "r", source)) == words(5)
-    assert (source.opened, known.attached) == (1, 2)
+    assert source.opened == 1
 
 
 async def test_a_dropped_reader_goes_on_where_it_was(clock: Any) -> None:
@@ -74,6 +74,18 @@ async def test_no_client_resumes_after_what_was_never_sent(clock: Any) -> None:
     assert await _all(known.follow("a", "k", "r", source, start=2)) == []
     with pytest.raises(InvalidArgument, match="^Last-Event-ID: "):
         known.follow("a", "k", "r", source, start=3)
+
+
+async def test_a_stream_whose_beginning_was_dropped_is_refused_by_name(clock: Any) -> None:
+    known, source = Idempotency(clock, size=size_bytes, max_stream_bytes=2000), ScriptedSource(words(20), hold=True)
+    first = known.follow("a", "k", "r", source)
+    for _ in range(19):
+        await anext(first)
+    for start, header in ((0, "Idempotency-Key"), (18, "Last-Event-ID")):
+        with pytest.raises(InvalidArgument, match=f"^{header}: the beginning of this stream is not kept"):
+            known.follow("a", "k", "r", source, start)
+    source.go.set()
+    assert (await _all(first))[0].text == "w19 "
 
 
 async def test_a_failed_try_is_tried_again(clock: Any) -> None:

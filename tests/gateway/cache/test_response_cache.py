@@ -19,7 +19,7 @@ def test_an_answer_comes_back_as_it_was_until_its_time_is_over(clock: Any) -> No
     clock.advance(59)
     assert cache.get("k") == ANSWER
     clock.advance(1)
-    assert cache.get("k") is None and (cache.hits, cache.misses) == (1, 2)
+    assert cache.get("k") is None
 
 
 @pytest.mark.parametrize("end", [None, FinishReason.CANCELLED, FinishReason.ERROR])

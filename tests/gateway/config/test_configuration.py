@@ -89,6 +89,10 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
         ("[degradation]\noverflow = 3", "degradation.overflow: input should be a valid"),
         ("[overflow.x]\nurl = 'http://x'", "overflow.x: must have either pool, or model together"),
         ("[overflow.x]\nurl = 'ftp://x'\nmodel = 'm'", "overflow.x.url: string should match"),
+        (
+            "[orgs.acme.teams.ai]\npool = 'nope'",
+            "orgs.acme.teams.ai.pool: must be one of the pools stable, draft, got 'nope'",
+        ),
         ("[overflow.x]\npool = 'nowhere'", "overflow.x.pool: must be one of the pools stable, draft, got 'nowhere'"),
         (
             "[overflow.x]\nurl = 'http://x'\nmodel = 'm'\napi_key = '$GONE'",

@@ -73,6 +73,8 @@ def test_values_with_a_dollar_come_from_the_environment_and_are_not_shown():
         ({"shadow": {"pool": "p"}}, "shadow.fraction"),
         ({"pools": {"p": -1}}, "pools.p.weight"),
         ({"prices": {"replica_hour": -1}}, "prices.replica_hour"),
+        ({"prices": {"replica_hour": float("inf")}}, "prices.replica_hour"),
+        ({"models": {"m": {"pools": "p", "price": {"input": float("inf")}}}}, "models.m.price.input"),
     ],
 )
 def test_errors_name_the_file_and_the_field(table: dict[str, Any], field: str):
@@ -94,9 +96,9 @@ def test_a_path_that_no_file_can_have_is_refused_by_field(path: str):
 
 def test_pools_that_rules_name_must_exist():
     rules = read(overflow={"a": {"pool": "p"}}, shadow={"pool": "q", "fraction": 0.1})
-    policy.check_pools("file.toml", rules, {"p": "", "q": ""})
+    policy.check_pools("file.toml", rules.pools_used, {"p": "", "q": ""})
     with pytest.raises(InvalidArgument, match="shadow.pool"):
-        policy.check_pools("file.toml", rules, {"p": ""})
+        policy.check_pools("file.toml", rules.pools_used, {"p": ""})
 
 
 def test_rules_that_fall_are_refused_in_code_too():

@@ -51,6 +51,9 @@ def test_values_come_from_the_environment_and_overrides_win():
         ("deep_sha256", "e0ccc"),
         ("replica_ca", __file__),
         ("tls_client_ca", __file__),
+        ("semantic_exclude", "("),
+        ("semantic_exclude", "a{99999999999999999999}"),
+        ("semantic_exclude", "(" * 3000 + ")" * 3000),
     ],
 )
 def test_what_is_not_allowed_is_refused_with_the_variables_name(name: str, value: str):

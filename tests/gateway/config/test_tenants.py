@@ -41,7 +41,7 @@ hash = "{_hash(BOB)}"
 def _keys(tmp_path: Path, text: str = FILE, environment: str = "") -> KeyTable:
     path = tmp_path / "tenants.toml"
     path.write_text(text)
-    return configuration.read(path, {API_KEYS: environment}, {"": ""}).keys
+    return configuration.read(path, {API_KEYS: environment}, {"": "", "gpu": ""}).keys
 
 
 def test_a_key_leads_to_its_tenant_with_the_limits_of_every_level(tmp_path: Path) -> None:

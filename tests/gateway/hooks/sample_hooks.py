@@ -109,6 +109,8 @@ class Requests:
     def request(self, request, call):
         if self.kind == "stream":
             return replace(request, stream=not request.stream)
+        if self.kind == "seed":
+            return replace(request, sampling=replace(request.sampling, seed=5))
         if self.kind == "number":
             return replace(request, stop=7)
         if self.kind == "in place":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -76,6 +77,17 @@ async def test_a_prompt_is_shown_once_for_all_its_choices_and_seeds_stay_apart()
     assert made._metrics.calls.labels("upper", "request", "ok")._value.get() == 2
     await made.close()
     assert sample_hooks.ENDED[-1][0].finish_reasons == ()
+
+
+@pytest.mark.parametrize(("own", "seeds"), [(None, [5, 6, 7]), (2**64 - 1, [5, 6, 7])])
+async def test_choices_differ_where_a_hook_sets_the_seed(own: int | None, seeds: list[int]):
+    made = hooks(seed=HookRules(use=f"{SAMPLES}:Requests", options={"kind": "seed"}, timeout_ms=5000.0))
+    each = [None if own is None else (own + choice) % 2**64 for choice in range(3)]
+    asked = [GenerationRequest(text_input="one", sampling=SamplingParams(seed=seed)) for seed in each]
+    asked = [replace(one, text_input=asked[0].text_input) for one in asked]
+    with made.call(RequestContext(Tenant(), "http", "chat", "r")) as found:
+        assert found is not None
+        assert [one.sampling.seed for one in await found.changed(asked, "demo", "")] == seeds
 
 
 @pytest.mark.parametrize("kind", ["stream", "number", "in place", "empty", "messages", "nonsense"])

@@ -41,6 +41,10 @@ class Memory:
         pass
 
 
+async def away(name, change):
+    raise Unavailable("away")
+
+
 @contextlib.asynccontextmanager
 async def started(documents: Any, clock) -> AsyncIterator[StoredKeys]:
     keys = StoredKeys(documents, member, clock)
@@ -81,6 +85,34 @@ async def test_rotated_keys_overlap_and_a_revoked_one_ends_at_once(clock):
             with pytest.raises(NotFound, match="no active key"):
                 await attempt
         assert [one["state"] for one in await keys.described()] == ["expired", "expired", "revoked"]
+
+
+async def test_a_key_that_an_overlap_shortened_passes_on_what_it_lasted_before(clock):
+    async with started(Memory(), clock) as keys:
+        await keys.make(ALICE, "a", "caller", None)
+        clock.advance(10)
+        second = await keys.make(ALICE, "b", None, None, 60.0)
+        await keys.revoke(second["id"])
+        assert (await keys.make(ALICE, "c", None, None, 60.0))["expires"] is None
+
+
+async def test_when_keys_were_used_outlives_an_outage_and_their_revocation(clock, monkeypatch):
+    monkeypatch.setattr(stored_keys, "WRITE_S", 0.0)
+    documents = Memory()
+    async with started(documents, clock) as keys:
+        made = await keys.make(ALICE, "a", "caller", None)
+        assert keys.find(made["key"])
+        monkeypatch.setattr(documents, "change", away)
+        await keys._step()
+        monkeypatch.undo()
+        await keys.revoke(made["id"])
+        for name in ("b", "c"):
+            other = await keys.make(f"acme/research/{name}", "a", "caller", None)
+            keys.find(other["key"])
+            keys._written_s = -1e9
+            await keys._step()
+        assert [one["last_used"] for one in await keys.described()] == [1000.0] * 3
+        assert not keys._used
 
 
 @pytest.mark.parametrize(

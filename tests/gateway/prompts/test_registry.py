@@ -126,3 +126,38 @@ async def test_a_changed_folder_is_read_again(folder: Path, monkeypatch: pytest.
     await until(lambda: "3.0.0" in registry.prompts["support"].versions)
     watching.cancel()
     assert version_of(registry, "latest") == "3.0.0"
+
+
+def test_a_rollback_leaves_withdrawn_what_was_withdrawn_before(folder: Path):
+    put(folder, "support", "1.11.0")
+    (folder / "support" / "release.toml").write_text('withdrawn = ["1.2.0", "2.0.0-rc.1"]')
+    assert roll_back(folder, "support").served == ["1.0.0", "1.10.0"]
+    assert roll_back(folder, "support").served == ["1.0.0"]
+    assert Registry(folder).prompts["support"].served == ["1.0.0"]
+
+
+def test_a_rollback_needs_every_file_of_the_prompt(folder: Path):
+    put(folder, "other", "1.0.0", "messages = 1")
+    put(folder, "support", "1.11.0", "messages = 1")
+    for name in ("support", "other"):
+        with pytest.raises(InvalidArgument, match="must be a prompt whose files can all be used, got .*messages: must"):
+            roll_back(folder, name)
+    os.remove(folder / "support" / "1.11.0.toml")
+    assert roll_back(folder, "support").shares == {"1.2.0": 1.0}
+
+
+async def test_a_reading_that_fails_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.prompts.registry.POLL_S", 0.01)
+    registry, failed = Registry(folder), asyncio.Event()
+
+    def fails(*arguments: object) -> None:
+        monkeypatch.undo()
+        failed.set()
+        raise OSError("the folder is gone")
+
+    monkeypatch.setattr("gateway.prompts.registry._read", fails)
+    watching = asyncio.create_task(registry.watch())
+    put(folder, "support", "3.0.0")
+    await until(lambda: "3.0.0" in registry.prompts["support"].versions)
+    assert failed.is_set()
+    watching.cancel()

@@ -202,3 +202,38 @@ def test_a_template_cannot_reach_python(tmp_path: Path):
 def test_no_token_is_lost_between_parts(parts, own):
     tokens = Rendered(None, (), (), tuple(parts)).tokens(lambda texts: sum(map(len, texts)), own)
     assert sum(tokens.values()) == sum(len(text) for _, text in parts) + sum(map(len, own))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{ 'x' * 10**15 }}",
+        "{{ [1] | dictsort }}",
+        "{{ cycler() }}",
+    ],
+    ids=["levels", "blocks", "memory", "attribute", "call"],
+)
+def test_a_text_that_cannot_be_compiled_or_rendered_is_an_error_of_its_file(tmp_path: Path, text: str):
+    with pytest.raises(InvalidArgument, match=r"1\.0\.0\.toml: messages"):
+        written(tmp_path, f"[[messages]]\nrole = 'user'\ncontent = \"{text}\"")
+
+
+def test_null_is_a_value_of_json_and_otherwise_the_default(tmp_path: Path):
+    text = """
+[variables.any]
+type = "json"
+[variables.tone]
+default = "kind"
+[variables.name]
+[[messages]]
+role = "user"
+content = "{{ any | tojson }} {{ tone }} {{ name }}"
+"""
+    template = written(tmp_path, text)
+    [message] = template.render({"any": None, "tone": None, "name": "a"}).before
+    assert message["content"] == "null kind a"
+    for variables, name in (({"name": "a"}, "any"), ({"any": 1, "name": None}, "name")):
+        with pytest.raises(InvalidArgument, match=f"prompt.variables.{name}: is missing"):
+            template.render(variables)

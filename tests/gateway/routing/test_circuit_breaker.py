@@ -48,6 +48,15 @@ def test_an_open_breaker_whose_pause_is_over_is_half_open_before_any_trial():
     assert opened.sent(10.0).state_at(10.0) is BreakerState.HALF_OPEN and Breaker().state_at(1e9) is BreakerState.CLOSED
 
 
+def test_the_first_tokens_of_a_trial_close_it_and_the_next_failure_opens_it_for_longer():
+    trial = failed(3).sent(10.0)
+    assert trial.began(POLICY, sent_s=9.9) is trial and Breaker().began(POLICY, 10.0) == Breaker()
+    begun = trial.began(POLICY, sent_s=10.0)
+    assert begun.allows(10.0) and begun.after(True, 20.0, POLICY) == Breaker()
+    again = begun.after(False, 20.0, POLICY)
+    assert not again.allows(39.9) and again.allows(40.0)
+
+
 def test_a_trial_that_says_nothing_may_be_made_again():
     assert failed(3).sent(10.0).left(12.0).allows(12.0)
 

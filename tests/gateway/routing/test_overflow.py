@@ -442,10 +442,13 @@ async def test_a_user_stays_on_one_side_of_a_release_and_others_are_drawn() -> N
 async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
     targets = Overflow(list, BreakerPolicy(), MemoryStore(time.monotonic))
     targets.start()
+    spends = []
     for limit in (5.0, 7.0):
         target = {"url": "http://far", "price": {"input": 1.0}, "spend_per_day": limit}
         targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})})
-        (await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))).settle(Usage(2000, 1))
+        spends.append(await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1)))
+    for spend in spends:  # also of the stream that the change left at the endpoint before
+        spend.settle(Usage(2000, 1))
     assert targets.upstream("far/one").total == 4.0
     spend = await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))
     standing = spend.reservation.standings[0]

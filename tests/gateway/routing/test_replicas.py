@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 
 from clients import NO_RETRY, AsyncClient
-from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument
+from clients.replica_set.costs import Costs
+from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, Unavailable
 from gateway.config.tenant import Tenant
 from gateway.routing.circuit_breaker import BreakerState, token_digest
 from tests.fakes.replica import FakeReplica, Script
@@ -72,6 +73,55 @@ async def test_a_trial_that_tells_nothing_does_not_open_the_breaker_again(caplog
                 await until(lambda: known.ready(time.monotonic()))
                 assert (await running.post("/v1/completions", REQUEST))[0] == expected
             assert told == [known.url] and caplog.text.count("the breaker opens") == 1
+
+
+async def test_a_long_stream_as_the_trial_lets_others_in_at_its_first_token():
+    scripts = [
+        Script((), fail_after=0, error=EngineFailed("broken")),
+        Script((" a", " b"), stall_after=1),
+        Script((" c",)),
+    ]
+    async with FakeReplica(lambda seen: scripts.pop(0)) as replica:
+        async with gateway(replica, breaker_failures=1, breaker_open_s=0.01) as running:
+            [known], url = running.service.replicas.all(), running.base_url + "/v1/completions"
+            assert (await running.post("/v1/completions", REQUEST))[0] == 500
+            await until(lambda: known.ready(time.monotonic()))
+            async with aiohttp.ClientSession() as session, session.post(url, json=REQUEST | {"stream": True}) as trial:
+                await trial.content.readline()
+                assert (await running.post("/v1/completions", REQUEST))[0] == 200
+
+
+async def test_failures_among_successes_take_no_replica_out_unless_probes_fail():
+    async with FakeReplica() as replica, gateway(replica, probe_interval_s=60.0) as running:
+        [known] = running.service.replicas.all()
+        for ok in (True, False):
+            known.probed = ok
+            for _ in range(3):
+                known.ended(None, 0.0)
+                known.ended(Unavailable("gone"), 0.0)
+            assert known.health.healthy is ok
+
+
+async def test_a_replica_whose_metrics_cannot_be_read_for_once_stays_what_it_is():
+    async with FakeReplica(slots=2, packed=True) as replica:
+        page = replica.metrics_page
+        info = f'trident_engine_info{{engine="fake",manifest_sha256="{"a" * 64}"}} 1\n'
+        replica.metrics_page = lambda: page() + info
+        async with gateway(replica) as running:
+            replicas = running.service.replicas
+            [known] = replicas.all()
+            await until(lambda: known.metrics.max_running == 2)
+            replicas.costs_of(known)
+            replica.metrics_page = lambda: 'nv_trt_llm_request_metrics{request_type="max"} -1\n'
+            await until(lambda: not known.metrics.max_running)
+            assert replicas.engine() == "a" * 64 and known.metrics.packed
+            replicas.costs_of(known)
+            assert list(replicas._costs) == ["a" * 64]
+            replicas._costs["of an engine before"] = Costs(0.9)
+            assert replicas.prompt_weight() == 0.1
+            for _ in range(3):
+                known.observe(False)
+            assert replicas.engine() == "" and not known.metrics.packed
 
 
 @pytest.mark.parametrize("fails", [False, True])

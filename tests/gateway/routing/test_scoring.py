@@ -172,4 +172,4 @@ def test_a_filter_that_would_remove_every_replica_is_skipped():
         request = RoutingRequest(tried=frozenset("ab") if name == "untried" else frozenset())
         assert Router().choose(found, request, random.Random(0), why).name in "ab"
         assert name not in why.passed_over.values()
-    assert [keep.__name__ for keep in FILTERS] == ["untried", "slow_start", "kv_cache_room", "no_queue", "free_slot"]
+    assert [*FILTERS] == ["untried", "slow_start", "kv_cache_room", "no_queue", "free_slot"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
+from contract.generation import GenerationRequest
+from gateway.config.policy import ShadowRules
+from gateway.routing.shadow import Shadow
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.running import gateway, until
@@ -14,6 +18,12 @@ CONFIG = '[shadow]\npool = "next"\nfraction = 1.0\nmax_running = 2\n'
 
 def pools(usual: FakeReplica, shadow: FakeReplica) -> dict:
     return {"replicas": f"usual={usual.url};next={shadow.url}", "pool_weights": {"usual": "1"}, "config": CONFIG}
+
+
+def test_a_request_of_the_pool_for_copies_is_not_copied_to_it():
+    shadow = Shadow(None, random.Random(), lambda *_: None, lambda *_: None)
+    shadow.rules = {None: ShadowRules(pool="next", fraction=1.0)}
+    assert [shadow.begin(GenerationRequest("x"), pool) is not None for pool in ("usual", "next")] == [True, False]
 
 
 async def counted(running, result: str, count: int) -> None:
@@ -27,8 +37,10 @@ async def test_texts_of_deterministic_requests_are_compared_and_others_are_only_
             await running.post("/v1/completions", REQUEST)
             await counted(running, "agree", 1)
             async with ours(running) as client:
-                await client.generate("three four", max_tokens=4, temperature=0.0).complete()
+                await client.generate("three four", max_tokens=4, temperature=0.0, seed=7).complete()
             await counted(running, "undetermined", 1)  # nothing of its sampling is known over this protocol
+            for name in ("temperature", "seed", "max_tokens"):
+                assert shadow.seen[-1].value(name) == usual.seen[-1].value(name) is not None
             shadow.script = lambda seen: Script((" other",))
             await running.post("/v1/completions", {**REQUEST, "stream": False, "prompt": "x y"})
             await counted(running, "differ", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -25,7 +26,7 @@ from contract.generation import (
 )
 from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import ModelPrice, UpstreamEndpoint
-from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
+from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
 from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, NONE, OPEN, TAGGED, ChatFormat
 from gateway.tools.guide import tool_guide
@@ -89,6 +90,60 @@ async def test_failures_become_typed_errors(script: dict[str, Any], kind: type[E
             assert caught.value.internal
         if script.get("status") == 429:
             assert caught.value.retry_after_s == 7 and 6 < far.wait_s() <= 7 and not far.accepts(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": [{"type": "thinking"}]},
+        {"reasoning_content": ["why"]},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"tool_calls": [{"index": "0", "function": {"name": "f"}}]},
+        {"tool_calls": 1},
+    ],
+)
+async def test_a_malformed_event_ends_the_stream_as_a_failure(delta: dict[str, Any]):
+    chat = GenerationRequest(messages=({"role": "user", "content": "hello"},), max_tokens=5, timeout_s=60.0)
+    async with target(texts=(delta,)) as (far, _):
+        with pytest.raises(EngineFailed, match="malformed event"):
+            await asyncio.wait_for(read(far, chat), 60)
+        assert far.outstanding == 0 and far.breaker.failures == 1
+
+
+async def test_a_failure_that_was_not_foreseen_ends_the_stream_too(monkeypatch: pytest.MonkeyPatch):
+    async def broken(request: GenerationRequest, traceparent: str) -> AsyncIterator[dict[str, Any]]:
+        yield {"choices": [{"text": " one"}]}
+        raise OverflowError("too large")
+
+    async with target() as (far, _):
+        monkeypatch.setattr(far, "_events", broken)
+        with pytest.raises(EngineFailed, match="too large"):
+            await asyncio.wait_for(read(far), 60)
+        assert far.outstanding == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "usage"),
+    [
+        ({"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}, Usage(7, 2, 5)),
+        ({"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}, Usage(7, 2, 7)),
+        ({"prompt_tokens": 7, "completion_tokens": -1000}, Usage(2, 2)),
+        ({"prompt_tokens": 7.5, "completion_tokens": 2}, Usage(2, 2)),
+        ({"prompt_tokens": 7, "completion_tokens": 10**30}, Usage(2, 2)),
+    ],
+)
+async def test_counts_that_cannot_be_right_are_estimated(said: dict[str, Any], usage: Usage):
+    async with target(usage=said) as (far, _):
+        assert (await read(far))[-1].usage == usage
+
+
+async def test_a_trial_closes_the_breaker_at_its_first_token():
+    async with target(gap_s=60.0) as (far, _):
+        far.breaker = Breaker(BreakerState.OPEN, 2, 10.0)
+        stream = far.stream(REQUEST, await far.reserve(REQUEST))
+        assert not far.accepts(REQUEST)
+        assert (await anext(stream)).text == " from" and far.accepts(REQUEST)
+        stream.cancel()
 
 
 async def test_consecutive_failures_open_its_breaker():
@@ -156,6 +211,7 @@ def test_retry_after_is_seconds_milliseconds_or_a_date_within_an_hour():
     assert retry_after_s({"retry-after": "3"}) == 3 and retry_after_s({"retry-after-ms": "250"}) == 0.25
     assert retry_after_s({"retry-after": "99999"}) == 3600 and retry_after_s({"retry-after": "-1"}) == 0
     assert 0 <= retry_after_s({"retry-after": formatdate(time.time() + 60)}) <= 60
+    assert retry_after_s({"retry-after": "Wed, 21 Oct 99999999999999999999 07:28:00 GMT"}) is None
     assert retry_after_s({"retry-after": "soon"}) is None and retry_after_s({}) is None
 
 

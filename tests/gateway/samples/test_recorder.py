@@ -339,3 +339,16 @@ def test_text_without_a_folder_is_refused_at_start():
 async def _start(rules: str) -> None:
     async with gateway(config=config(rules)):
         raise AssertionError("it started")
+
+
+async def test_a_file_of_another_name_does_not_end_the_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.01)
+    monkeypatch.setattr(recorder, "ROUND_S", 0.01)
+    folder = tmp_path / "samples" / "tenant=acme%2Fin" / "kept"
+    folder.mkdir(parents=True)
+    (folder / "export.jsonl").touch()
+    (folder / "20000101T00-000000.jsonl").touch()
+    async with FakeReplica() as replica, sampled(tmp_path, replica) as running:
+        await until(lambda: [path.name for path in folder.iterdir()] == ["export.jsonl"])
+        await complete(running)
+        await until(lambda: bool(kept(tmp_path)))

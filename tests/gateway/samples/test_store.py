@@ -87,6 +87,17 @@ def test_a_folder_that_was_removed_is_made_again(store):
     assert [found["request_id"] for found in store.samples("a")] == ["two"]
 
 
+def test_files_of_other_names_are_left_alone(store):
+    store.append("a", KEPT, [sample("one")], RULES)
+    [own] = store._files("a", KEPT)
+    for name in ("export.jsonl", f"copy-of-{own.name}", f"{own.stem}.bak.jsonl"):
+        (own.parent / name).write_text("x" * RULES.bytes)
+    assert store.append("a", KEPT, [sample("two")], RULES) == 0
+    assert {found["request_id"] for found in store.samples("a")} == {"one", "two"}
+    store.purge(RULES, NOW + 10 * 86_400)
+    assert not own.exists() and len(list(own.parent.iterdir())) == 3
+
+
 def test_others_of_the_machine_cannot_read(store):
     store.append("acme/in", KEPT, [sample("one")], RULES)
     for path in store.folder.rglob("*"):

@@ -86,6 +86,13 @@ def parts(text: str = "", calls: Sequence[tuple[str, str]] = (), reasoning: str 
             [CALL, '{"name": "f", "arguments":  { "x" : "\\u00e9\\"" } }', END],
             parts("", [("f", '{ "x" : "\\u00e9\\"" }')]),
         ),
+        # The blanks before a section, else the first one after it, stay between two texts.
+        (["Hi ", CALL, call(), END, "\nbye"], parts("Hi bye", [("f", "{}")])),
+        (["Hi", CALL, call(), END, "\n", CALL, call(), END, " bye"], parts("Hi\nbye", [("f", "{}")] * 2)),
+        (["Hi", CALL, call(), END, "bye"], parts("Hibye", [("f", "{}")])),
+        ([" \n", CALL, call(), END, " bye"], parts("bye", [("f", "{}")])),
+        (["Hi ", CALL, "no", END, " x"], parts(f"Hi {CALL}no{END} x")),
+        (["Hi\n", THINK, " why ", END_THINK, "\nbye"], parts("Hi\nbye", (), "why", 6)),
         # What is no call is text, markers included.
         ([CALL, "no", END, " x"], parts(f"{CALL}no{END} x")),
         ([CALL, '{"x": 1}', END], parts(f'{CALL}{{"x": 1}}{END}')),

@@ -93,6 +93,11 @@ def test_by_default_a_report_is_of_the_month_so_far(path: Path, monkeypatch: pyt
     assert (more["from_s"], more["to_s"], more["level"]) == (at("2026-11-01T00:00"), at("2026-11-23T10:15"), "acme")
 
 
+def test_a_beginning_that_is_not_yet_is_named(path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="from: must not be after now where there is no to, got '2999-01-01'"):
+        report.sums([path], {"from": "2999-01-01"}, "", BERLIN)
+
+
 def test_databases_are_added_up(path: Path) -> None:
     once, twice = sums(path, group_by="day"), sums(path, path, group_by="day")
     assert [row["requests"] for row in twice] == [2 * row["requests"] for row in once]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -86,3 +87,14 @@ def test_earlier_items_are_not_taken_for_entries_of_the_input() -> None:
     cut = plain(said("user", "q"), {**CALL, "arguments": '{"x'}, said("user", "r"))
     with pytest.raises(InvalidArgument, match="previous_response_id: must be a response with complete calls; c was"):
         messages_of(cut, 1)
+
+
+def test_annotations_of_any_depth_are_left_out_of_what_is_stored() -> None:
+    deep = json.loads("[" * 300 + "]" * 300)
+    part = {"text": "5", "annotations": deep, "logprobs": deep}
+    output, thought = plain(
+        {**ANSWER, "output": [{"type": "input_text", **part}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", **part}]},
+    )
+    assert output["output"] == [{"type": "input_text", "text": "5"}]
+    assert thought["summary"] == [{"type": "summary_text", "text": "5"}]

@@ -142,6 +142,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], field: s
         ("messages", "input"),
         ("messages.1.content", "input"),
         ("max_tokens", "max_output_tokens"),
+        ("logprobs", "include"),
         ("tools.3.function.parameters", "tools.3.parameters"),
         ("tool_choice.function.name", "tool_choice.name"),
         ("response_format.json_schema.schema.properties.a", "text.format.schema.properties.a"),
