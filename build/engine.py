@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -26,11 +26,12 @@ from build.base import digest, gguf_folder, host, layout, program, wheel
 from build.base import shape as shapes
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
-from build.base.fetch import fetch, local_path
+from build.base.fetch import Unreachable, fetch, local_path
 from build.package import encoder, engine_folder, side_files
 from build.recipe import choice, commands, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
+from build.recipe.schema import EncoderRecipe
 from contract.errors import InvalidArgument, TridentError
 from contract.manifest import hash_files, load, verify
 
@@ -106,7 +107,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
         if checkpoint.architecture.exported:
             from build.quantise import export
 
-            with export.exported(checkpoint, notify) as graph:
+            with export.exported(checkpoint, folder, notify) as graph:
                 _build(recipe, dataclasses.replace(checkpoint, graph=graph), folder, notify, accept)
         else:
             _build(recipe, checkpoint, folder, notify, accept)
@@ -304,7 +305,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     if model is None:
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
         if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
-            return recipes.parse(_in_precision(kept, precision), path)
+            return recipes.parse(_in_precision(kept, precision, download), path)
         if not path.exists() and (layout.ENGINES / path.stem).is_dir():
             where = layout.relative(layout.ENGINES / path.stem)
             lost = f"{where} has no recipe and no manifest that says what it was made from"
@@ -313,7 +314,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         loaded = recipes.parse(written, path)
         if precision is not None and loaded.kind != schema.CPU:
             raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
-        return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
+        return loaded if precision is None else recipes.parse(_in_precision(written, precision, download), path)
     name = Path(model).name.removesuffix(gguf_folder.SUFFIX)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_"))
     given = local_path(model)
@@ -335,7 +336,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         table["calibration"] = {}
     if not arch.exported and arch.num_parameters() in DRAFTING_PARAMETERS:
         table["speculative_decoding"] = _PROMPT_LOOKUP
-    return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
+    return recipes.parse(_in_precision(table, precision, download), layout.RECIPES / f"{name}.toml")
 
 
 def _remote_architecture(model: str, download: bool) -> Architecture:
@@ -347,8 +348,8 @@ def _remote_architecture(model: str, download: bool) -> Architecture:
         return open_checkpoint(fetch(model, notify=_notify), any_family=True).architecture
 
 
-def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
-    """A recipe's table with another precision of the weights, if one is given.
+def _in_precision(table: dict[str, object], precision: str | None, download: bool) -> dict[str, object]:
+    """A recipe's table with another precision of the weights, if one is given; the model's own may need a download.
 
     Left out are its budget, which is of its own precision, and calibration and group_size where they have no effect.
     """
@@ -361,13 +362,16 @@ def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, 
         left |= {"kv_cache_precision"}
     changes = {"precision": precision}
     if precision == EXACT:
-        changes = {"precision": _stored_precision(str(table["model"])), "kv_cache_precision": choice.EXACT_KV}
+        changes = {"precision": _stored_precision(table, download), "kv_cache_precision": choice.EXACT_KV}
     return {key: value for key, value in table.items() if key not in left} | changes
 
 
-def _stored_precision(model: str) -> str:
-    """The narrowest precision that holds every stored weight of a model exactly; bf16 where it is not here yet."""
+def _stored_precision(table: dict[str, object], download: bool) -> str:
+    """The narrowest precision that holds every stored weight of a model exactly; without its files, its config's."""
+    model, revision = str(table["model"]), table.get("revision")
     path = local_path(model)
+    if path is None and download:
+        path = fetch(model, str(revision) if revision else None, notify=_notify)
     if path is None:
         dtype = shapes.find(model, any_family=True).source_dtype
         return {"float32": "fp32", "float16": "fp16"}.get(str(dtype), "bf16")
@@ -436,7 +440,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry_run:
                 print(encoder.plan(encoded))
             else:
-                encoder.build(encoded, layout.ENGINES, _notify, options.accept_quality)
+                _or_as_it_is(encoder.build, encoded, [encoded.model_dump(mode="json")], options)
             return 0
         recipe = recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
         if options.dry_run:
@@ -456,18 +460,36 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _or_as_it_is(
+    make: Callable[..., object],
+    recipe: Recipe | EncoderRecipe,
+    given: Iterable[Mapping[str, object]],
+    options: argparse.Namespace,
+) -> None:
+    """Makes an engine; where its model cannot be had, the one that is there is used, if its recipe is one ``given``.
+
+    With ``--otherwise`` it is used whatever its recipe was.
+    """
+    try:
+        make(recipe, layout.ENGINES, _notify, options.accept_quality)
+    except (wheel.NoWheel, Unreachable) as error:
+        folder = layout.ENGINES / str(recipe.name)
+        if not (folder / "manifest.json").exists():
+            raise
+        built = verify(folder, digest.sha256_file).recipe  # which may lack what newer recipes have
+        same = any(all(built.get(key, value) == value for key, value in each.items()) for each in given)
+        if not same and options.otherwise is None:
+            raise
+        _notify(f"warning: {error}; {layout.relative(folder)}, built before, is used as it is")
+
+
 def _build_or(recipe: Recipe, options: argparse.Namespace) -> None:
     """Builds a CPU engine; without its wheel, keeps the one that is there, or builds ``--otherwise``."""
     try:
-        build(recipe, layout.ENGINES, _notify, options.accept_quality)
+        _or_as_it_is(build, recipe, map(provenance.declared, choice.candidates(recipe)), options)
     except wheel.NoWheel as error:
         if options.otherwise is None:
             raise
-        folder = layout.ENGINES / recipe.name
-        if (folder / "manifest.json").exists():
-            verify(folder, digest.sha256_file)
-            _notify(f"{error}; {layout.relative(folder)}, built before, is used as it is")
-            return
         _notify(f"{error}; the small model that ships takes its place: engine {options.otherwise}")
         instead = recipe_for(options.otherwise, None, options.precision)
         build(instead, layout.ENGINES, _notify, options.accept_quality)

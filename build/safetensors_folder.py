@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 from build.base import fetch, program, shards
-from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from build.base.numerics import f32_to_bf16
-from contract.errors import InvalidArgument
+from contract.errors import EngineFailed
 
 
 def write(opened: Checkpoint, folder: Path) -> None:
@@ -54,12 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         write(open_checkpoint(fetch.fetch(options.model)), options.into)
-    except (InvalidArgument, shards.BadShard) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except shards.BadShard as error:
+        raise CheckpointError(str(error)) from error
     except OSError as error:
-        print(f"error: {options.into} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
+        raise EngineFailed(f"{options.into} cannot be written: {error.strerror or error}") from error
     print(options.into)
     return 0
 

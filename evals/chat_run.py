@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+from openai.types.chat import ChatCompletionMessage
 
 from evals import checks
 from evals.results import Case
@@ -46,7 +47,7 @@ class Endpoint:
 
     def cost(self, usage: Any) -> float | None:
         """Return the price of a request's tokens."""
-        if self.price is None or usage is None:
+        if self.price is None or getattr(usage, "completion_tokens", None) is None:
             return None
         return (usage.prompt_tokens * self.price[0] + usage.completion_tokens * self.price[1]) / 1000
 
@@ -56,13 +57,14 @@ class Endpoint:
             raise openai.OpenAIError("the endpoint was given up after failures one after the other")
         try:
             found = self.client.chat.completions.create(model=self.model, **request)
-            if not found.choices:
-                raise openai.OpenAIError("the answer has no choice")
-        except openai.OpenAIError as exc:
+            message = getattr(next(iter(getattr(found, "choices", None) or ()), None), "message", None)
+            if not isinstance(message, ChatCompletionMessage) or not isinstance(message.content, str | None):
+                raise ValueError("the answer has no choice with a message")
+        except (openai.OpenAIError, ValueError) as exc:  # ValueError: also of a body that is no JSON
             status = exc.status_code if isinstance(exc, openai.APIStatusError) else 500
             if status >= 500 or status == 429:  # else the endpoint is there, and refuses this request
                 self.failures += 1
-            raise
+            raise exc if isinstance(exc, openai.OpenAIError) else openai.OpenAIError(str(exc)) from exc
         self.failures = 0
         return found
 
@@ -76,7 +78,7 @@ def run(endpoint: Endpoint, task: Task, limit: int | None) -> Iterator[Case]:
 
 def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
     turns = case.get("messages") or [{"role": "user", "content": case["prompt"]}]
-    request = {"messages": turns, **task.settings.get("request", {})}
+    request = {"messages": turns, "extra_body": task.settings.get("request", {})}
     if task.kind == "schema":
         request["response_format"] = {
             "type": "json_schema",
@@ -98,7 +100,7 @@ def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
         score=SCORES[task.kind](case, text, called),
         output=output[:KEPT_CHARACTERS],
         refused=checks.refused(text, choice.finish_reason),
-        tokens=found.usage.completion_tokens if found.usage else None,
+        tokens=getattr(found.usage, "completion_tokens", None),
         latency_s=time.monotonic() - began_s,
         cost=endpoint.cost(found.usage),
     )

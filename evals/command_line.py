@@ -20,7 +20,7 @@ from benchmarks.peer_servers import gateway
 from benchmarks.server_process import ENGINES
 from contract import gate_result, interpreter, manifest, toml_table
 from contract.errors import InvalidArgument, TridentError, Unavailable
-from evals import chat_run, curate, gate, judge, lm_eval_run, results, task
+from evals import chat_run, curate, gate, json_lines, judge, lm_eval_run, results, task
 from evals.chat_run import Endpoint
 from evals.judge import Judged
 from evals.results import Results, Target, TaskResult
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             add("--engine", help="of engines/, or the folder of what serves --url, whose manifest the results name")
             add("--tasks", default="", metavar="NAME,…", help="all of the folder unless set; judge: those of free text")
             add("--folder", type=Path, default=task.FOLDER, help="of the tasks (default %(default)s)")
-            add("--timeout", type=float, default=60.0, metavar="S", help="of one request (default %(default)s)")
+            add("--timeout", type=_seconds, default=60.0, metavar="S", help="of one request (default %(default)s)")
             add("--tries", type=_count, default=3, metavar="N", help="of one request (default %(default)s)")
             add("--concurrency", type=_count, default=4, metavar="N", help="requests at once (default %(default)s)")
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
@@ -140,7 +140,7 @@ def ask_judge(options: argparse.Namespace) -> int:
     sides = results.read(options.baseline), results.read(options.candidate)
     names = list(filter(None, options.tasks.split(",")))
     tasks = [one for one in task.read(options.folder, names) if names or one.kind in ("exact", "instructions")]
-    rubric, labelled = options.rubric.read_text("utf-8"), judge.labels(options.labels)
+    rubric, labelled = json_lines.read(options.rubric), judge.labels(options.labels)
     with _endpoint(options) as endpoint:
         found = judge.judge(endpoint, rubric, *sides, tasks, labelled, options.kappa)
     _write(options.out, found.model_dump_json(indent=1) + "\n")
@@ -161,7 +161,7 @@ def decide(options: argparse.Namespace) -> int:
     rules = toml_table.checked(gate.Rules, table, str(options.rules))
     judged = None
     if options.judged:
-        heard = toml_table.checked(Judged, json.loads(options.judged.read_text("utf-8")), str(options.judged))
+        heard = results.written_by("judge", Judged, options.judged)
         if (heard.baseline_sha256, heard.candidate_sha256) != (baseline.sha256, candidate.sha256):
             raise InvalidArgument(str(options.judged), "must be of these two results, got digests of others")
         judged = list(heard.verdicts.values()) if heard.counts else None
@@ -185,14 +185,21 @@ def _endpoint(options: argparse.Namespace) -> Iterator[Endpoint]:
     if not options.url and not options.engine:
         raise InvalidArgument("url", "must be set, or engine, which is then served for the run")
     with contextlib.nullcontext(options.url) if options.url else gateway(options.engine) as url:
-        base = url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
         key, price = os.environ.get("OPENAI_API_KEY") or "none", getattr(options, "price", None)
         limits = (options.timeout, options.tries, options.concurrency, price)
+        try:
+            parts = urlsplit(url)
+            base = url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+            known = parts.hostname and parts.port != 0
+        except ValueError:
+            known = False
+        if not known:
+            raise InvalidArgument("url", f"must be of the form http://HOST:PORT, got {url!r}")
         endpoint = Endpoint(base, options.model or "", key, *limits)
         with endpoint.client:
             try:
                 endpoint.model = endpoint.model or next(iter(endpoint.client.models.list())).id
-            except (openai.OpenAIError, StopIteration) as exc:
+            except (openai.OpenAIError, StopIteration, AttributeError, TypeError, ValueError) as exc:
                 raise Unavailable(f"{base}/models lists no model: {exc}") from exc
             yield endpoint
 
@@ -221,6 +228,12 @@ def _now() -> str:
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be more than 0, at most 86400, got {text}")
     return value
 
 

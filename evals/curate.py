@@ -79,7 +79,7 @@ def curate(options: argparse.Namespace) -> int:
         "options": {
             name: str(getattr(options, name)) for name in ("seed", "size", "since", "until", "pairs", *_FILTERS)
         },
-        "sources": {path.name: _sha256(path.read_text("utf-8")) for path in options.samples},
+        "sources": {path.name: _sha256(json_lines.read(path)) for path in options.samples},
         "cases": len(chosen),
         "reasons": Counter(case["provenance"]["reasons"][0] for case in chosen),
         "left_out": +left_out,
@@ -147,7 +147,7 @@ def _side(side: str, tasks: Sequence[task.Task], samples: Mapping[str, Any], cre
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for place, sample in json_lines.objects(path, path.read_text("utf-8")):
+    for place, sample in json_lines.objects(path, json_lines.read(path)):
         missing = [name for name in ("id", "time", "reasons", *_FILTERS.values()) if name not in sample]
         if missing:
             raise InvalidArgument(f"{place}: {missing[0]}", "must be set, as `samples export` writes it")

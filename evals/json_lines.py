@@ -10,6 +10,14 @@ from typing import Any
 from contract.errors import InvalidArgument
 
 
+def read(path: Path) -> str:
+    """Return the text of a file. Raises InvalidArgument."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(str(path), f"must be a readable file in UTF-8: {exc}") from exc
+
+
 def objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of each line, ``FILE:NUMBER``, and its object. text: of the file.
 

@@ -66,7 +66,7 @@ class Judged(BaseModel):
 
 def labels(path: Path) -> list[Label]:
     """Return the labelled pairs of a JSONL file. Raises InvalidArgument that names the line."""
-    lines = json_lines.objects(path, path.read_text("utf-8"))
+    lines = json_lines.objects(path, json_lines.read(path))
     return [toml_table.checked(Label, table, place) for place, table in lines]
 
 

@@ -55,11 +55,14 @@ class BoundedChat(Bounded, LocalChatCompletion):
 
 
 def run(
-    url: str, model: str, folder: str, names: list[str], chat: bool, limit: int | None, timeout_s: float, tries: int
+    url: str, model: str, folder: str, names: list[str], chat: bool, limit: int | None, tries: int, limits: Mapping
 ) -> Iterator[dict[str, Any]]:
-    """Yield the cases of the tasks ``names`` in ``folder``. url: ends with /v1. chat: whether they are chats."""
+    """Yield the cases of the tasks ``names`` in ``folder``.
+
+    url: ends with /v1. chat: whether they are chats. limits: options of lm-eval's client.
+    """
     os.chdir(folder)  # where the tasks' files are
-    options: dict[str, Any] = {"model": model, "max_retries": 1, "timeout": timeout_s, "num_concurrent": 4}
+    options: dict[str, Any] = {"model": model, "max_retries": 1, **limits}
     if chat:
         client: Any = BoundedChat(base_url=f"{url}/chat/completions", tokenizer_backend=None, **options)
     else:

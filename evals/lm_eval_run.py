@@ -50,18 +50,18 @@ def run(endpoint: Endpoint, tasks: Sequence[Task], folder: Path, limit: int | No
     """Return the cases of every task, which are all chats or all completions."""
     asked = {"url": endpoint.url, "model": endpoint.model, "tries": endpoint.tries, "limit": limit}
     asked |= {"names": [task.name for task in tasks], "folder": str(folder.resolve()), "chat": tasks[0].is_chat}
-    asked["timeout_s"] = math.ceil(endpoint.timeout_s)
+    asked["limits"] = {"timeout": math.ceil(endpoint.timeout_s), "num_concurrent": endpoint.concurrency}
     with tempfile.TemporaryDirectory(prefix="trident-evals-") as cache:
         environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": cache, "OPENAI_API_KEY": endpoint.api_key}
-        command, given = [PYTHON, DRIVER], json.dumps(asked)
+        command, given = [PYTHON, DRIVER], json.dumps(asked).encode()
         try:
-            done = subprocess.run(
-                command, input=given, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-            )
-            output, problem = done.stdout, (done.stderr.strip().splitlines() or ["lm-eval said nothing"])[-1]
-        except subprocess.TimeoutExpired:
-            output, problem = "", f"lm-eval took more than {RUN_TIMEOUT_S} s"
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+            done = subprocess.run(command, input=given, env=environ, capture_output=True, timeout=RUN_TIMEOUT_S)
+            words = done.stderr.decode(errors="replace").strip().splitlines() or ["lm-eval said nothing"]
+            output, problem = done.stdout, words[-1]
+        except subprocess.TimeoutExpired as exc:
+            output, problem = exc.stdout or b"", f"lm-eval took more than {RUN_TIMEOUT_S} s"
+    whole = output.split(b"\n")[:-1]  # a process that was killed may have written part of a line
+    lines = [json.loads(line) for line in whole if line.startswith(b"{")]
     answers = {(said.pop("task"), said["id"]): said for said in lines}
     return {task.name: [_case(task, case["id"], answers, problem) for case in task.cases[:limit]] for task in tasks}
 

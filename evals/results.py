@@ -7,13 +7,15 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from contract import paired_scores, toml_table
 from contract.errors import InvalidArgument
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class _Record(BaseModel):
@@ -71,11 +73,16 @@ class Results(_Record):
 
 def read(path: Path) -> Results:
     """Return the results in a file. Raises InvalidArgument that names file and field."""
+    return written_by("run", Results, path)
+
+
+def written_by(command: str, model: type[_Model], path: Path) -> _Model:
+    """Return what a command of `python -m evals` wrote. Raises InvalidArgument that names file and field."""
     try:
         table = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as exc:
-        raise InvalidArgument(str(path), f"must be a results file of `python -m evals run`: {exc}") from exc
-    return toml_table.checked(Results, table, str(path))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise InvalidArgument(str(path), f"must be a results file of `python -m evals {command}`: {exc}") from exc
+    return toml_table.checked(model, table, str(path))
 
 
 def pairs(baseline: Results, candidate: Results) -> dict[str, list[tuple[Case, Case]]]:

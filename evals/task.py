@@ -21,6 +21,7 @@ _FIELDS = {
     "tools": ("id", "prompt", "tools", "expected"),
     "instructions": ("id", "prompt", "rules"),
 }
+_OWN = ("model", "messages", "stream", "tools", "tool_choice", "response_format")  # of a request
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ def _task(path: Path) -> Task:
     if not isinstance(kind, str) or not (lm_eval or kind in _FIELDS):
         allowed = f"one of {', '.join(_FIELDS)}, or any word in metadata of a task with lm-eval's output_type"
         raise InvalidArgument(f"{path}: kind", f"must be {allowed}, got {kind!r}")
+    request = settings.get("request", {})
+    if not isinstance(request, dict) or request.keys() & _OWN:
+        allowed = f"an object without {', '.join(_OWN)}, which the run sets"
+        raise InvalidArgument(f"{path}: request", f"must be {allowed}, got {request!r}")
     fields = ("id",) if lm_eval else _FIELDS[kind]
     cases = [_checked(place, case, fields) for place, case in json_lines.objects(lines, content)]
     if len({case["id"] for case in cases}) < max(1, len(cases)):

@@ -109,14 +109,15 @@ def open_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     if arch.exported:
         arch = replace(arch, parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()))
     generation = read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    check_tokenizer(folder, arch)
+    tokenizer = check_tokenizer(folder, arch)
+    ends = (*_token_ids("eos_token_id", generation, config, arch), *_end_of_turn(folder, tokenizer, arch))
     return Checkpoint(
         folder=folder,
         config=config,
         generation=generation,
         architecture=arch,
         tensors=tensors,
-        eos_token_ids=_token_ids("eos_token_id", generation, config, arch),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         bos_token_id=next(iter(_token_ids("bos_token_id", generation, config, arch)), None),
         pad_token_id=next(iter(_token_ids("pad_token_id", generation, config, arch)), None),
     )
@@ -203,7 +204,8 @@ def _is_file(path: Path) -> bool:
         return False  # a name that no file can have
 
 
-def check_tokenizer(folder: Path, arch: Shaped) -> None:
+def check_tokenizer(folder: Path, arch: Shaped) -> dict[str, object]:
+    """The content of tokenizer.json. Raises CheckpointError where its vocabulary is not the model's."""
     if not (folder / "tokenizer.json").is_file():
         slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
         remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
@@ -230,10 +232,22 @@ def check_tokenizer(folder: Path, arch: Shaped) -> None:
     if largest >= arch.vocab_size:
         problem = f"tokenizer.json has ids up to {largest}; the model's vocab_size is {arch.vocab_size}"
         raise CheckpointError(f"{folder}: {problem}")
+    return tokenizer
+
+
+def _end_of_turn(folder: Path, tokenizer: Mapping, arch: Architecture) -> list[int]:
+    """The id of tokenizer_config.json's eos_token: chats end with it, and some generation_config.json lack it."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(folder, path.name).get("eos_token") if path.exists() else None
+    text = token.get("content") if isinstance(token, dict) else token
+    added = tokenizer.get("added_tokens")
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    ids = [entry.get("id") for entry in entries if text is not None and entry.get("content") == text]
+    return [number for number in ids if isinstance(number, int) and 0 <= number < arch.vocab_size]
 
 
 def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architecture) -> tuple[int, ...]:
-    """From generation_config.json, else config.json; -1 (an old spelling of none) is dropped.
+    """From generation_config.json, else config.json; null is absent, -1 (an old spelling of none) is dropped.
 
     An entry of config.json that generation_config.json overrides must still hold integers: config.json is copied
     into the engine, where other programs read it. Its range is not checked; published configs have unused ids.
@@ -241,11 +255,11 @@ def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architectur
     files = {"config.json": config, "generation_config.json": generation}
     ids: list[int] = []
     for name, fields in files.items():
-        if key not in fields:
+        value = fields.get(key)
+        if value is None:
             continue
-        value = fields[key]
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        last = 2**63 if key in generation and name == "config.json" else arch.vocab_size
+        ids = value if isinstance(value, list) else [value]
+        last = 2**63 if generation.get(key) is not None and name == "config.json" else arch.vocab_size
         if any(isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < last for token in ids):
             allowed = f"token ids below vocab_size {arch.vocab_size}"
             raise CheckpointError(f"{name}: {key} must be {allowed}, got {shown(value)}")

@@ -34,6 +34,10 @@ IGNORED = ("[!1]*/*", "consolidated*")  # 1_Pooling/ is the one folder that is r
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+class Unreachable(InvalidArgument):
+    """The hub does not give a model now, and its cache here does not have it."""
+
+
 def fetch(
     model: str, revision: str | None = None, into: Path | None = None, notify: Callable[[str], None] = lambda line: None
 ) -> Path:
@@ -169,10 +173,9 @@ def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
         raise InvalidArgument("model", problem) from exc
     except LocalEntryNotFoundError as exc:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        problem = f"{where} is neither a local folder nor in the hub's cache, and {why}"
-        raise InvalidArgument("model", problem) from exc
+        raise Unreachable("model", f"{where} is neither a local folder nor in the hub's cache, and {why}") from exc
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
-        raise InvalidArgument("model", f"{where} could not be downloaded: {str(exc).splitlines()[0]}") from exc
+        raise Unreachable("model", f"{where} could not be downloaded: {str(exc).splitlines()[0]}") from exc
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -181,11 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest)")
     parser.add_argument("--into", type=Path, help="folder to download to (default: the hub's own cache)")
     options = parser.parse_args(arguments)
-    try:
-        print(fetch(options.model, options.revision, options.into))
-    except InvalidArgument as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    print(fetch(options.model, options.revision, options.into))
     return 0
 
 

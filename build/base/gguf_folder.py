@@ -34,6 +34,8 @@ _REFUSED = (
     "logit_scale",
     "residual_scale",
 )
+# Control tokens that end an answer, whether the metadata names them or not; llama.cpp knows them by these texts too.
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 _SOURCES = ("gguf_file.py", "gguf_folder.py", "gguf_tokenizer.py")
 
 
@@ -84,7 +86,9 @@ def _write(opened: Gguf, folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
     named = {name: gguf_tokenizer.token(metadata, name, tokens) for name in ("bos", "eos", "eot", "eom", "padding")}
     ids = {name: tokens.index(text) for name, text in named.items() if text is not None}
-    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    control = {added.content: number for number, added in made.get_added_tokens_decoder().items() if added.special}
+    ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+    ends = list(dict.fromkeys([*ends, *(control[text] for text in _ENDS_OF_TURN if text in control)]))
     generation = {"bos_token_id": ids.get("bos"), "eos_token_id": ends or None, "pad_token_id": ids.get("padding")}
     texts = {
         "bos_token": named["bos"],
@@ -155,12 +159,13 @@ def _rope_scaling(opened: Gguf, own: Fields, plain: rotary.Rope, head_dim: int) 
     """config.json's block for the file's scaling keys, or for its table of factors (Llama 3)."""
     if opened.rope_freqs is not None:
         return _llama3(opened, own, plain, head_dim)
-    kind = own.text("rope.scaling.type") or "none"
-    if kind == "none":
+    kind = own.text("rope.scaling.type") or "linear"  # as llama.cpp has it, and so the older key
+    factor = own.number("rope.scaling.factor" if own.get("rope.scaling.factor") else "rope.scale_linear", 1.0)
+    if kind == "none" or (kind == "linear" and factor == 1):
         return None
     if kind not in ("linear", "yarn"):
         raise GgufError(f"{own.where}.rope.scaling.type must be none, linear or yarn, got {shown(kind)}")
-    block: dict[str, object] = {"rope_type": kind, "factor": own.number("rope.scaling.factor")}
+    block: dict[str, object] = {"rope_type": kind, "factor": factor}
     if own.get("rope.scaling.original_context_length") is not None:
         block["original_max_position_embeddings"] = own.integer("rope.scaling.original_context_length")
     if kind == "yarn" and own.get("rope.scaling.attn_factor") is not None:

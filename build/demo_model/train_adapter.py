@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    lines = styled(options.style) if options.style else options.texts.read_text("utf-8").splitlines()
+    lines = styled(options.style) if options.style else options.texts.read_text("utf-8").removesuffix("\n").split("\n")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     began_s = time.monotonic()
     adapted, losses = train(

@@ -99,6 +99,8 @@ def read(folder: Path, config_name: str = "") -> Repository:
             config = text_format.Parse(path.read_text(encoding="utf-8", errors="replace"), ModelConfig())
         except FileNotFoundError:
             faults.append(Fault(below.name, "file", ERROR, "it has no config.pbtxt, so Triton would guess one"))
+        except OSError as exc:
+            faults.append(Fault(below.name, "file", ERROR, f"{path.name} must be a readable file: {exc.strerror}"))
         except text_format.ParseError as exc:
             faults.append(Fault(below.name, "parse", ERROR, f"{path.name} does not parse as a ModelConfig: {exc}"))
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def read_texts(dataset: str, split: str = "train") -> list[str]:
     """
     if split not in SPLIT_WORDS:
         raise InvalidArgument("split", f"must be one of {', '.join(SPLIT_WORDS)}, got {split!r}")
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))  # unlike Path's own, it leaves an unknown ~USER as it is
     if dataset == CPYTHON:
         texts = _cpython(split)
     elif path.exists():
@@ -122,6 +123,8 @@ def open_tokenizer(opened: Checkpoint) -> tuple[Encode, Decode, int | None]:
     import tokenizers  # not needed by a caller who brings token ids
 
     tokenizer = tokenizers.Tokenizer.from_file(str(opened.folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     separator_id = next(iter(opened.eos_token_ids), None) if opened.bos_token_id is None else opened.bos_token_id
 
     def encode(text: str) -> list[int]:
@@ -176,7 +179,7 @@ def _read_file(file: Path, column: str) -> Iterable[str]:
             rows = list(enumerate(json.loads(file.read_text(encoding="utf-8-sig")), 1))
         else:
             raise InvalidArgument("calibration.dataset", f"must be a {', '.join(SUFFIXES)} file, got {file}")
-    except (ValueError, TypeError, csv.Error) as exc:
+    except (ValueError, TypeError, RecursionError, csv.Error) as exc:
         raise InvalidArgument("calibration.dataset", f"{file} is not valid {file.suffix[1:]} in UTF-8: {exc}") from exc
     return [_text_of(row, column, file, number) for number, row in rows]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import openvino.opset13 as ops
-from openvino import Node, PartialShape
+from openvino import Node
 
 from build.base.checkpoint import CheckpointError
 from build.base.encoder_checkpoint import BertArchitecture, EncoderCheckpoint
 from build.model import graph
+from build.model.graph import i64, parameter
 from build.model.weights import Weights
 from contract.encoder import RERANK
 
@@ -25,12 +26,12 @@ def encoder(checkpoint: EncoderCheckpoint, weights: Weights, answers: tuple[int,
     answers: ids of "no" and "yes", of a decoder that reranks.
     """
     arch, spec = checkpoint.architecture, checkpoint.encoder
-    ids, mask = _parameter("input_ids"), _parameter("attention_mask")
+    ids, mask = parameter("input_ids"), parameter("attention_mask")
     inputs = [ids, mask]
     if isinstance(arch, BertArchitecture):
         types = None
         if spec.token_types:
-            types = _parameter("token_type_ids")
+            types = parameter("token_type_ids")
             inputs.append(types)
         hidden = _bert(arch, ids, mask, types, weights)
     else:
@@ -39,7 +40,7 @@ def encoder(checkpoint: EncoderCheckpoint, weights: Weights, answers: tuple[int,
     if checkpoint.kind == RERANK:
         name, result = "score", _score(checkpoint, pooled, weights, answers)
     else:
-        name, result = "embedding", ops.normalize_l2(pooled, _i64([1]), 1e-24, "max") if spec.normalize else pooled
+        name, result = "embedding", ops.normalize_l2(pooled, i64([1]), 1e-24, "max") if spec.normalize else pooled
     result.set_friendly_name(name)
     out = ops.result(result)
     result.output(0).get_tensor().set_names({name})
@@ -48,15 +49,15 @@ def encoder(checkpoint: EncoderCheckpoint, weights: Weights, answers: tuple[int,
 
 def _bert(arch: BertArchitecture, ids: Node, mask: Node, types: Node | None, weights: Weights) -> Node:
     """f32[B, L, hidden] after the last layer."""
-    length = ops.squeeze(ops.gather(ops.shape_of(ids, "i64"), _i64([1]), _i64(0)), _i64(0))
+    length = ops.squeeze(ops.gather(ops.shape_of(ids, "i64"), i64([1]), i64(0)), i64(0))
     first = arch.first_position
-    positions = ops.range(_i64(first), ops.add(length, _i64(first)), _i64(1), "i64")
-    hidden = ops.gather(weights.matrix("embeddings.word_embeddings.weight"), ids, _i64(0))
-    at = ops.gather(weights.matrix("embeddings.position_embeddings.weight"), positions, _i64(0))
+    positions = ops.range(i64(first), ops.add(length, i64(first)), i64(1), "i64")
+    hidden = ops.gather(weights.matrix("embeddings.word_embeddings.weight"), ids, i64(0))
+    at = ops.gather(weights.matrix("embeddings.position_embeddings.weight"), positions, i64(0))
     kinds = weights.matrix("embeddings.token_type_embeddings.weight")
-    kind = ops.gather(kinds, _i64([0]) if types is None else types, _i64(0))
-    hidden = _norm(arch, "embeddings.LayerNorm", ops.add(ops.add(hidden, ops.unsqueeze(at, _i64(0))), kind), weights)
-    present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), _i64([1, 2]))  # [B, 1, 1, L]
+    kind = ops.gather(kinds, i64([0]) if types is None else types, i64(0))
+    hidden = _norm(arch, "embeddings.LayerNorm", ops.add(ops.add(hidden, ops.unsqueeze(at, i64(0))), kind), weights)
+    present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), i64([1, 2]))  # [B, 1, 1, L]
     lowest = ops.constant(np.float32(np.finfo(np.float32).min))
     bias = ops.select(present, ops.constant(np.float32(0.0)), lowest)
     for layer in range(arch.num_layers):
@@ -74,24 +75,24 @@ def _attention(arch: BertArchitecture, at: str, x: Node, bias: Node, weights: We
     size = arch.hidden_size // arch.num_heads
 
     def heads(what: str) -> Node:
-        split = ops.reshape(_linear(f"{at}.{what}", x, weights), _i64([0, 0, arch.num_heads, size]), True)
-        return ops.transpose(split, _i64([0, 2, 1, 3]))
+        split = ops.reshape(_linear(f"{at}.{what}", x, weights), i64([0, 0, arch.num_heads, size]), True)
+        return ops.transpose(split, i64([0, 2, 1, 3]))
 
     scale = ops.constant(np.float32(size**-0.5))
     mixed = ops.scaled_dot_product_attention(heads("query"), heads("key"), heads("value"), bias, scale, causal=False)
-    return ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, arch.hidden_size]), True)
+    return ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, arch.hidden_size]), True)
 
 
 def _pooled(hidden: Node, mask: Node, pooling: str) -> Node:
     """f32[B, L, hidden] -> f32[B, hidden]."""
     if pooling == "cls":
-        return ops.gather(hidden, _i64(0), _i64(1))
-    lengths = ops.reduce_sum(mask, _i64([1]), True)  # [B, 1]
+        return ops.gather(hidden, i64(0), i64(1))
+    lengths = ops.reduce_sum(mask, i64([1]), True)  # [B, 1]
     if pooling == "last":
-        last = ops.gather(hidden, ops.subtract(lengths, _i64(1)), _i64(1), 1)  # [B, 1, hidden]
-        return ops.squeeze(last, _i64([1]))
-    present = ops.unsqueeze(ops.convert(mask, ov.Type.f32), _i64([2]))
-    total = ops.reduce_sum(ops.multiply(hidden, present), _i64([1]), False)
+        last = ops.gather(hidden, ops.subtract(lengths, i64(1)), i64(1), 1)  # [B, 1, hidden]
+        return ops.squeeze(last, i64([1]))
+    present = ops.unsqueeze(ops.convert(mask, ov.Type.f32), i64([2]))
+    total = ops.reduce_sum(ops.multiply(hidden, present), i64([1]), False)
     return ops.divide(total, ops.convert(lengths, ov.Type.f32))
 
 
@@ -101,13 +102,13 @@ def _score(checkpoint: EncoderCheckpoint, pooled: Node, weights: Weights, answer
     if isinstance(arch, BertArchitecture):
         first, second = arch.head
         logit = _linear(second, ops.tanh(_linear(first, pooled, weights)), weights)
-        logit = ops.squeeze(logit, _i64([1]))
+        logit = ops.squeeze(logit, i64([1]))
         return ops.sigmoid(logit) if checkpoint.sigmoid else logit
     if answers is None:
         raise CheckpointError("a decoder that reranks needs the ids of its answers, no and yes")
     head = weights.matrix("model.embed_tokens.weight" if arch.tied else "lm_head.weight")
-    logits = ops.matmul(pooled, ops.gather(head, _i64(list(answers)), _i64(0)), False, True)  # [B, 2]
-    return ops.gather(ops.softmax(logits, 1), _i64(1), _i64(1))
+    logits = ops.matmul(pooled, ops.gather(head, i64(list(answers)), i64(0)), False, True)  # [B, 2]
+    return ops.gather(ops.softmax(logits, 1), i64(1), i64(1))
 
 
 def _activated(name: str, x: Node) -> Node:
@@ -121,16 +122,5 @@ def _linear(name: str, x: Node, weights: Weights) -> Node:
 
 
 def _norm(arch: BertArchitecture, name: str, x: Node, weights: Weights) -> Node:
-    normed = ops.mvn(x, _i64([-1]), True, arch.eps, "inside_sqrt")
+    normed = ops.mvn(x, i64([-1]), True, arch.eps, "inside_sqrt")
     return ops.add(ops.multiply(normed, weights.vector(f"{name}.weight")), weights.vector(f"{name}.bias"))
-
-
-def _parameter(name: str) -> Node:
-    node = ops.parameter(PartialShape([graph.DYNAMIC, graph.DYNAMIC]), ov.Type.i64)
-    node.set_friendly_name(name)
-    node.output(0).get_tensor().set_names({name})
-    return node
-
-
-def _i64(value: int | list[int]) -> Node:
-    return ops.constant(np.asarray(value, dtype=np.int64))

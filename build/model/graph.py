@@ -61,10 +61,8 @@ def decoder(
 
     The nodes may share memory with arrays owned by the caller, who keeps them until the model is saved.
     """
-    ids = _parameter("input_ids", ov.Type.i64, [DYNAMIC, DYNAMIC])
-    mask = _parameter("attention_mask", ov.Type.i64, [DYNAMIC, DYNAMIC])
-    positions = _parameter("position_ids", ov.Type.i64, [DYNAMIC, DYNAMIC])
-    beam_idx = _parameter("beam_idx", ov.Type.i32, [DYNAMIC])
+    ids, mask, positions = parameter("input_ids"), parameter("attention_mask"), parameter("position_ids")
+    beam_idx = parameter("beam_idx", ov.Type.i32, axes=1)
 
     cache = _KvCache(arch, _length(ids, 0), beam_idx)
     bias = _attention_bias(mask, _length(ids, 1))
@@ -89,7 +87,7 @@ def decoder(
 def last_hidden_states(arch: Architecture, ids: Node, mask: Node, matrix: Weight, vector: Weight) -> Node:
     """f32[B, L, hidden] after the last norm, of whole texts without a cache. ids, mask: i64[B, L], padded behind."""
     length = _length(ids, 1)
-    positions = ops.unsqueeze(ops.range(_i64(0), ops.squeeze(length, _i64(0)), _i64(1), "i64"), _i64(0))
+    positions = ops.unsqueeze(ops.range(i64(0), ops.squeeze(length, i64(0)), i64(1), "i64"), i64(0))
     linears = _Linears(matrix, vector)
     return _hidden_states(arch, ids, positions, _attention_bias(mask, length), _NoCache(), linears, vector)
 
@@ -105,7 +103,7 @@ def _hidden_states(
 ) -> Node:
     """f32[B, L, hidden] after the last norm. rows: of the embedding."""
     cos, sin = _rotation(arch, positions)
-    hidden = ops.gather(linears.matrix("model.embed_tokens.weight"), rows, _i64(0))
+    hidden = ops.gather(linears.matrix("model.embed_tokens.weight"), rows, i64(0))
     for layer in range(arch.num_layers):
         at = f"model.layers.{layer}"
         normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
@@ -128,15 +126,15 @@ class _KvCache:
     def __init__(self, arch: Architecture, batch: Node, beam_idx: Node) -> None:
         self._beam_idx = beam_idx
         self._shape = PartialShape([DYNAMIC, arch.num_kv_heads, DYNAMIC, arch.head_dim])
-        empty = ops.concat([batch, _i64([arch.num_kv_heads, 0, arch.head_dim])], 0)
-        self._empty = ops.broadcast(_f32(0.0), empty)
+        empty = ops.concat([batch, i64([arch.num_kv_heads, 0, arch.head_dim])], 0)
+        self._empty = ops.broadcast(f32(0.0), empty)
         self.assigns: list[Node] = []
 
     def append(self, layer: int, what: str, new: Node) -> Node:
         """new: f32[B, kv_heads, L, head_dim] -> f32[B, kv_heads, S, head_dim]."""
         variable = f"past_key_values.{layer}.{what}present.{layer}.{what}"
         past = ops.read_value(self._empty, variable, ov.Type.f32, self._shape)
-        ordered = ops.gather(past, self._beam_idx, _i64(0))
+        ordered = ops.gather(past, self._beam_idx, i64(0))
         both = ops.concat([ordered, new], 2)
         self.assigns.append(ops.assign(both, variable))
         return both
@@ -166,7 +164,7 @@ class _Linears:
         def plain() -> list[Node]:
             if rows and (stacked := self._stacked(weights)) is not None:
                 together = self._rounded(x, weights, lambda x: [ops.matmul(x, stacked, False, True)])[0]
-                return list(ops.variadic_split(together, _i64(-1), _i64(list(rows))).outputs())
+                return list(ops.variadic_split(together, i64(-1), i64(list(rows))).outputs())
             return self.products(x, weights)
 
         products = plain() if self._adapters is None else self._adapters.products(x, weights, plain)
@@ -185,8 +183,8 @@ def _attend(cache: _KvCache, layer: int, bias: Node, size: int) -> Callable[[Nod
 
     def attend(query: Node, key: Node, value: Node) -> Node:
         keys, values = cache.append(layer, "key", key), cache.append(layer, "value", value)
-        mixed = ops.scaled_dot_product_attention(query, keys, values, bias, _f32(1.0), causal=False)
-        return ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, size]), True)
+        mixed = ops.scaled_dot_product_attention(query, keys, values, bias, f32(1.0), causal=False)
+        return ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, size]), True)
 
     return attend
 
@@ -209,20 +207,20 @@ def _attention(
 
     def heads(what: str, count: int) -> Node:
         """f32[B, L, count * head_dim] -> f32[B, count, L, head_dim]."""
-        split = ops.reshape(flat[what], _i64([0, 0, count, arch.head_dim]), True)
+        split = ops.reshape(flat[what], i64([0, 0, count, arch.head_dim]), True)
         if arch.qk_norm and what != "v":
             split = _rms_norm(split, vector(f"{at}.self_attn.{what}_norm.weight"), arch.rms_norm_eps)
-        return ops.transpose(split, _i64([0, 2, 1, 3]))
+        return ops.transpose(split, i64([0, 2, 1, 3]))
 
     query = _rotate(heads("q", arch.num_heads), cos, sin, arch.head_dim)
     key = cache.append(layer, "key", _rotate(heads("k", arch.num_kv_heads), cos, sin, arch.head_dim))
     value = cache.append(layer, "value", heads("v", arch.num_kv_heads))
     repeat = arch.num_heads // arch.num_kv_heads
-    scale = _f32(arch.head_dim**-0.5)
+    scale = f32(arch.head_dim**-0.5)
     mixed = ops.scaled_dot_product_attention(
         query, _repeat_heads(key, arch, repeat), _repeat_heads(value, arch, repeat), bias, scale, causal=False
     )
-    joined = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, arch.num_heads * arch.head_dim]), True)
+    joined = ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, arch.num_heads * arch.head_dim]), True)
     return linears(joined, [f"{at}.self_attn.o_proj"], arch.output_bias)[0]
 
 
@@ -230,8 +228,8 @@ def _repeat_heads(x: Node, arch: Architecture, repeat: int) -> Node:
     """f32[B, kv_heads, S, d] -> f32[B, heads, S, d]: head h of the queries reads kv head h // repeat."""
     if repeat == 1:
         return x
-    widened = ops.broadcast(ops.unsqueeze(x, _i64(2)), _i64([1, 1, repeat, 1, 1]), broadcast_spec="BIDIRECTIONAL")
-    return ops.reshape(widened, _i64([0, arch.num_heads, -1, arch.head_dim]), True)
+    widened = ops.broadcast(ops.unsqueeze(x, i64(2)), i64([1, 1, repeat, 1, 1]), broadcast_spec="BIDIRECTIONAL")
+    return ops.reshape(widened, i64([0, arch.num_heads, -1, arch.head_dim]), True)
 
 
 def _mlp(arch: Architecture, at: str, x: Node, linears: _Linears) -> Node:
@@ -240,57 +238,57 @@ def _mlp(arch: Architecture, at: str, x: Node, linears: _Linears) -> Node:
 
 
 def _rms_norm(x: Node, weight: Node, eps: float) -> Node:
-    mean_square = ops.reduce_mean(ops.power(x, _f32(2.0)), _i64([-1]), True)
-    inverse = ops.divide(_f32(1.0), ops.sqrt(ops.add(mean_square, _f32(eps))))
+    mean_square = ops.reduce_mean(ops.power(x, f32(2.0)), i64([-1]), True)
+    inverse = ops.divide(f32(1.0), ops.sqrt(ops.add(mean_square, f32(eps))))
     return ops.multiply(weight, ops.multiply(x, inverse))
 
 
 def _rotation(arch: Architecture, positions: Node) -> tuple[Node, Node]:
     """cos and sin, f32[B, 1, L, head_dim]; both halves of the last axis are equal."""
     frequencies, factor = rotary.inverse_frequencies(arch.rope, arch.head_dim)
-    at = ops.convert(ops.unsqueeze(positions, _i64(-1)), ov.Type.f32)  # f32[B, L, 1]
+    at = ops.convert(ops.unsqueeze(positions, i64(-1)), ov.Type.f32)  # f32[B, L, 1]
     angles = ops.matmul(at, ops.constant(frequencies[None, :]), False, False)  # f32[B, L, head_dim / 2]
-    both = ops.unsqueeze(ops.concat([angles, angles], -1), _i64(1))
+    both = ops.unsqueeze(ops.concat([angles, angles], -1), i64(1))
     cos, sin = ops.cos(both), ops.sin(both)
     if factor != 1.0:
-        cos, sin = ops.multiply(cos, _f32(factor)), ops.multiply(sin, _f32(factor))
+        cos, sin = ops.multiply(cos, f32(factor)), ops.multiply(sin, f32(factor))
     return cos, sin
 
 
 def _rotate(x: Node, cos: Node, sin: Node, head_dim: int) -> Node:
     """x * cos + rotate_half(x) * sin over f32[B, heads, L, head_dim]; the plugin fuses this spelling into RoPE."""
-    half, end = _i64([head_dim // 2]), _i64([np.iinfo(np.int64).max])
-    first = ops.slice(x, _i64([0]), half, _i64([1]), _i64([3]))
-    second = ops.slice(x, half, end, _i64([1]), _i64([3]))
-    turned = ops.concat([ops.multiply(second, _f32(-1.0)), first], -1)
+    half, end = i64([head_dim // 2]), i64([np.iinfo(np.int64).max])
+    first = ops.slice(x, i64([0]), half, i64([1]), i64([3]))
+    second = ops.slice(x, half, end, i64([1]), i64([3]))
+    turned = ops.concat([ops.multiply(second, f32(-1.0)), first], -1)
     return ops.add(ops.multiply(x, cos), ops.multiply(turned, sin))
 
 
 def _attention_bias(mask: Node, new: Node) -> Node:
     """f32[B, 1, L, S]: 0 where query i (at S - L + i) may look at key j, the lowest f32 elsewhere."""
-    total = ops.squeeze(_length(mask, 1), _i64(0))  # S
-    first = ops.subtract(total, ops.squeeze(new, _i64(0)))  # S - L
-    keys = ops.range(_i64(0), total, _i64(1), "i64")
-    queries = ops.unsqueeze(ops.range(first, total, _i64(1), "i64"), _i64(1))
-    causal = ops.less_equal(ops.unsqueeze(keys, _i64(0)), queries)  # [L, S]
-    present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), _i64([1, 2]))  # [B, 1, 1, S]
-    return ops.select(ops.logical_and(present, causal), _f32(0.0), _f32(float(np.finfo(np.float32).min)))
+    total = ops.squeeze(_length(mask, 1), i64(0))  # S
+    first = ops.subtract(total, ops.squeeze(new, i64(0)))  # S - L
+    keys = ops.range(i64(0), total, i64(1), "i64")
+    queries = ops.unsqueeze(ops.range(first, total, i64(1), "i64"), i64(1))
+    causal = ops.less_equal(ops.unsqueeze(keys, i64(0)), queries)  # [L, S]
+    present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), i64([1, 2]))  # [B, 1, 1, S]
+    return ops.select(ops.logical_and(present, causal), f32(0.0), f32(float(np.finfo(np.float32).min)))
 
 
-def _parameter(name: str, dtype: ov.Type, shape: list[int]) -> Node:
-    node = ops.parameter(PartialShape(shape), dtype)
+def parameter(name: str, dtype: ov.Type = ov.Type.i64, axes: int = 2) -> Node:
+    node = ops.parameter(PartialShape([DYNAMIC] * axes), dtype)
     node.set_friendly_name(name)  # the paged-attention conversion looks inputs up by this name as well
     node.output(0).get_tensor().set_names({name})
     return node
 
 
 def _length(node: Node, axis: int) -> Node:
-    return ops.gather(ops.shape_of(node, "i64"), _i64([axis]), _i64(0))  # i64[1]
+    return ops.gather(ops.shape_of(node, "i64"), i64([axis]), i64(0))  # i64[1]
 
 
-def _i64(value: int | list[int]) -> Node:
+def i64(value: int | list[int]) -> Node:
     return ops.constant(np.asarray(value, dtype=np.int64))
 
 
-def _f32(value: float) -> Node:
+def f32(value: float | np.ndarray) -> Node:
     return ops.constant(np.asarray(value, dtype=np.float32))

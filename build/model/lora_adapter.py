@@ -70,7 +70,7 @@ def record(name: str, path: str) -> Adapter:
         InvalidArgument: a file is missing, damaged, or says something unsupported; names the adapter.
     """
     widest = max(ranks(name, path).values())
-    files = {file: digest.sha256_file(_folder(path) / file) for file in (CONFIG, WEIGHTS)}
+    files = {file: digest.sha256_file(layout.given(path) / file) for file in (CONFIG, WEIGHTS)}
     return Adapter(name, digest.sha256_json(files), widest)
 
 
@@ -78,8 +78,8 @@ def ranks(name: str, path: str) -> dict[str, int]:
     """The widest rank of each projection ("q_proj"), from the file's header. Raises InvalidArgument as ``record``."""
     found: dict[str, int] = {}
     try:
-        _config(_folder(path))
-        for (module, part), tensor in _tensors(_folder(path)).items():
+        _config(layout.given(path))
+        for (module, part), tensor in _tensors(layout.given(path)).items():
             projection, rank = module.rpartition(".")[2], tensor.shape[0] if part == "A" and tensor.shape else 1
             found[projection] = max(rank, found.get(projection, 1))
     except (BadField, shards.BadShard) as exc:
@@ -93,7 +93,7 @@ def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
     Raises:
         InvalidArgument: as ``record``, or the adapter does not fit the checkpoint; names the adapter and the tensor.
     """
-    recorded, folder = record(name, path), _folder(path)
+    recorded, folder = record(name, path), layout.given(path)
     try:
         config, tensors = _config(folder), _tensors(folder)
         matrices = {}
@@ -105,10 +105,6 @@ def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
     except BadField as exc:
         raise InvalidArgument(f"adapters.{name}", str(exc)) from exc
     return LoraAdapter(recorded, matrices)
-
-
-def _folder(path: str) -> Path:
-    return layout.ROOT / Path(path).expanduser()
 
 
 def _config(folder: Path) -> Fields:

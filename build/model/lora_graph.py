@@ -26,6 +26,7 @@ from openvino import Node
 from build.base.checkpoint import Checkpoint
 from build.base.numerics import f32_to_bf16
 from build.base.shards import StoredTensor
+from build.model.graph import f32, i64
 from build.model.lora_adapter import LoraAdapter
 from build.model.weights import Weights, quantize_int8
 
@@ -99,16 +100,16 @@ class LoraGraph:
         self._gate: Node
 
     def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
-        rows_per_adapter = _i64(self._vocab_size + len(self._adapters))
+        rows_per_adapter = i64(self._vocab_size + len(self._adapters))
         rows = ops.mod(ids, rows_per_adapter)
-        marked = ops.maximum(ops.subtract(rows, _i64(self._vocab_size - 1)), _i64(0))  # V + a -> a + 1
+        marked = ops.maximum(ops.subtract(rows, i64(self._vocab_size - 1)), i64(0))  # V + a -> a + 1
         number = ops.add(marked, ops.divide(ids, rows_per_adapter))  # i64[B, L], 0 without an adapter
         axis = np.zeros((1, 1, 1, _HEAD_SIZE), np.float32)
         axis[..., 0] = 1
-        has_number = ops.unsqueeze(ops.convert(ops.minimum(number, _i64(1)), ov.Type.f32), _i64([1, 3]))  # [B, 1, L, 1]
-        key = ops.multiply(ops.subtract(ops.multiply(has_number, _f32(2 * _FAR)), _f32(_FAR)), _f32(axis))
-        query = ops.add(ops.multiply(key, _f32(0.0)), _f32(axis))
-        value = ops.unsqueeze(ops.one_hot(number, _i64(_HEAD_SIZE), _f32(1.0), _f32(0.0), -1), _i64(1))
+        has_number = ops.unsqueeze(ops.convert(ops.minimum(number, i64(1)), ov.Type.f32), i64([1, 3]))  # [B, 1, L, 1]
+        key = ops.multiply(ops.subtract(ops.multiply(has_number, f32(2 * _FAR)), f32(_FAR)), f32(axis))
+        query = ops.add(ops.multiply(key, f32(0.0)), f32(axis))
+        value = ops.unsqueeze(ops.one_hot(number, i64(_HEAD_SIZE), f32(1.0), f32(0.0), -1), i64(1))
         self._gate = ops.round(attend(query, key, value), "half_to_even")  # exactly 0 or 1, whatever the cache's format
         return rows
 
@@ -171,19 +172,19 @@ class LoraGraph:
     def logits(self, logits: Node) -> Node:
         bias = np.zeros((1, 1, self._vocab_size + len(self._adapters)), np.float32)
         bias[..., self._vocab_size :] = _NEVER
-        return ops.add(logits, _f32(bias))
+        return ops.add(logits, f32(bias))
 
     def _mask(self, owners: tuple[int, ...]) -> Node:
         """f32[B, L, ranks]: 1 where the sequence's adapter owns the rank."""
         if owners not in self._masks:
             chosen = np.zeros((_HEAD_SIZE, len(owners)), np.float32)
             chosen[[owner + 1 for owner in owners], range(len(owners))] = 1
-            self._masks[owners] = ops.matmul(self._gate, _f32(chosen), False, False)
+            self._masks[owners] = ops.matmul(self._gate, f32(chosen), False, False)
         return self._masks[owners]
 
     def _constant(self, values: np.ndarray) -> Node:
         if self._exact:
-            return _f32(values)
+            return f32(values)
         if len(values) >= _FEW_RANKS and self._weights.precision == "int8":
             return self._weights.int8(quantize_int8(values))
         bits = f32_to_bf16(values)
@@ -213,12 +214,4 @@ def _groups(parts: Sequence[_Part]) -> list[slice]:
 
 def _split(x: Node, sizes: list[int]) -> list[Node]:
     """Along the last axis."""
-    return list(ops.variadic_split(x, _i64(-1), _i64(sizes)).outputs()) if len(sizes) > 1 else [x]
-
-
-def _i64(value: int | list[int]) -> Node:
-    return ops.constant(np.asarray(value, np.int64))
-
-
-def _f32(value: float | np.ndarray) -> Node:
-    return ops.constant(np.asarray(value, np.float32))
+    return list(ops.variadic_split(x, i64(-1), i64(sizes)).outputs()) if len(sizes) > 1 else [x]

@@ -32,7 +32,6 @@ from build.base.checkpoint import Checkpoint, CheckpointError
 from build.base.encoder_checkpoint import EncoderCheckpoint
 from build.base.numerics import f32_to_bf16
 
-PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int8_sq", "int4")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SMALLEST_GROUP = 16
 _SMALLEST_SCALE = 2.0**-24  # the smallest f16 above zero: an all-zero group still divides

@@ -217,7 +217,7 @@ def _write(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, tokens: Tokens,
             shutil.copyfile(checkpoint.folder / name, folder / name)
     if recipe.precision == EXACT:
         return _compared(recipe, checkpoint, tokens, folder, folder)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".exact-") as exact:
+    with tempfile.TemporaryDirectory(dir=folder) as exact:
         save(EXACT, Path(exact))
         return _compared(recipe, checkpoint, tokens, folder, Path(exact))
 

@@ -34,7 +34,7 @@ def package(recipe: Recipe, model: Checkpoint, engine: Path, dtype: str) -> list
     files: list[Path] = []
     for number, declared in enumerate(recipe.adapters, 1):
         adapter, field = lora_adapter.open_adapter(declared.name, declared.path, model), f"adapters.{declared.name}"
-        source, folder = layout.ROOT / Path(declared.path).expanduser(), adapter_folder(engine, number)
+        source, folder = layout.given(declared.path), adapter_folder(engine, number)
         if recipe.kind == LLMAPI:
             if json_fields.read_object(source / lora_adapter.CONFIG).get("alpha_pattern"):
                 raise InvalidArgument(field, "alpha_pattern must be empty: the LLM API scales every module alike")

@@ -35,6 +35,8 @@ def first_token_id(folder: Path, bos_token_id: int | None) -> int:
     from python_backends.tokenizer.chat_template import ChatTemplate
 
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     try:
         chat = ChatTemplate(folder).render(SIMPLEST_CHAT)
         return tokenizer.encode(chat, add_special_tokens=False).ids[0]

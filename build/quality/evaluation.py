@@ -37,7 +37,7 @@ from build.quality import comparison, sanity
 from build.recipe import commands, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import DEFAULT_QUALITY, QualityBudget, Recipe
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument
 
 BLOCK_TOKENS = 256
 MOST_BLOCKS, FEWEST_BLOCKS = 8, 2
@@ -300,14 +300,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", required=True, help="name of a GPU recipe in build/recipes")
     parser.add_argument("--accept-quality", metavar="REASON", help="accept it beyond its budget; recorded")
     options = parser.parse_args(arguments)
-    try:
-        recipe = recipes.named(options.engine)
-        if recipe.kind == schema.CPU:
-            raise InvalidArgument("engine", f"{recipe.name} is of kind 'cpu', which is verified while it is built")
-        path = evaluate_checkpoint(recipe, lambda line: print(line, flush=True), options.accept_quality)
-    except TridentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    recipe = recipes.named(options.engine)
+    if recipe.kind == schema.CPU:
+        raise InvalidArgument("engine", f"{recipe.name} is of kind 'cpu', which is verified while it is built")
+    path = evaluate_checkpoint(recipe, lambda line: print(line, flush=True), options.accept_quality)
     print(f"scores in {layout.relative(path)}")
     return 0
 

@@ -33,15 +33,16 @@ _FAILED = "cannot export: "
 
 
 @contextmanager
-def exported(checkpoint: Checkpoint, notify: Callable[[str], None]) -> Iterator[Path]:
+def exported(checkpoint: Checkpoint, engine: Path, notify: Callable[[str], None]) -> Iterator[Path]:
     """The folder of the f32 graph, which is removed at the end: it is as large as the weights in f32.
+
+    engine: the folder that is built; after a kill its next build removes the graph with other partial folders.
 
     Raises Unavailable without the build environment, and CheckpointError for a model that cannot be exported.
     """
     python, name = build_python(), checkpoint.architecture.name
     notify(f"{name}: exported by optimum-intel in {python.parent.parent.name}, since no torch-free builder knows it")
-    layout.FETCHED.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=layout.FETCHED, prefix=".export-") as scratch:
+    with TemporaryDirectory(dir=engine.parent, prefix=f"{engine.name}.partial-") as scratch:
         command = [str(python), "-m", __name__, "--model", str(checkpoint.folder.resolve()), "--into", scratch]
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, cwd=layout.ROOT, env=os.environ | quiet, capture_output=True, text=True)

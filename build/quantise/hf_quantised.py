@@ -6,7 +6,6 @@ Beside each weight stand its scales (``weight_scale``, ``weight_scale_2``, ``inp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from build.base import architecture as architectures
 from build.base import shards
 from build.base.architecture import Architecture
+from build.base.json_fields import read_object
 from build.base.shards import StoredTensor
 from build.model.decoder import Decoder, Linear, Round, assembled
 from build.quantise import quantised_linear
@@ -129,7 +129,7 @@ def read(folder: Path | str) -> QuantisedCheckpoint:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError) as exc:
         raise BadCheckpoint(str(path), f"cannot be read: {exc}") from exc
 

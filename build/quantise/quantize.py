@@ -37,7 +37,7 @@ from build.recipe.quantization import (
     Quantization,
     check,
 )
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import InvalidArgument
 
 REPORT = "quantization_report.json"
 
@@ -245,13 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace output_dir once the new one is complete")
     options = vars(parser.parse_args(arguments))
     overwrite = options.pop("overwrite")
-    try:
-        job = Quantization(**{key: value for key, value in options.items() if value is not None})
-        report = quantize(job, overwrite=overwrite)
-    except TridentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(report, indent=2))
+    job = Quantization(**{key: value for key, value in options.items() if value is not None})
+    print(json.dumps(quantize(job, overwrite=overwrite), indent=2))
     return 0
 
 

@@ -7,7 +7,6 @@ joins the ranks; ``Checkpoint.decoder`` dequantises and puts the engine's roundi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from build.base import rope as rotary
 from build.base import shards
 from build.base.architecture import Architecture
+from build.base.json_fields import read_object
 from build.base.shards import StoredTensor
 from build.model.decoder import Decoder, Linear, assembled
 from build.quantise import quantised_linear
@@ -296,7 +296,7 @@ def read(folder: Path | str) -> Checkpoint:
 
 def _read_config(path: Path) -> dict:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config: dict = read_object(path)
     except FileNotFoundError as exc:
         raise BadCheckpoint(str(path), "does not exist; is this the folder of a TensorRT-LLM checkpoint?") from exc
     except (OSError, ValueError) as exc:

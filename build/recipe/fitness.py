@@ -193,7 +193,7 @@ def its_calibration_texts_must_be_there(case: Case) -> str | None:
     if case.recipe.kind != LLMAPI or case.recipe.precision == "bf16":
         return None
     name = case.recipe.texts.dataset
-    if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or os.path.exists(layout.ROOT / Path(name).expanduser()):
+    if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or os.path.exists(layout.given(name)):
         return None
     return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"
 

@@ -9,7 +9,6 @@ documentation, issues 1188 and 3636, its benchmark guide); ``test_memory.py`` ho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from build.base import hardware, layout
 from build.base.architecture import Architecture
@@ -155,7 +154,7 @@ def checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
 
 def adapter_bytes(recipe: Recipe, arch: Architecture) -> int:
     """Of a CPU engine's LoRA adapters as their files store them, and their rows of embedding and lm_head."""
-    files = [layout.ROOT / Path(adapter.path).expanduser() / lora_adapter.WEIGHTS for adapter in recipe.adapters]
+    files = [layout.given(adapter.path) / lora_adapter.WEIGHTS for adapter in recipe.adapters]
     rows = (1 if arch.tied else 2) * len(files) * arch.hidden_size * 4
     return rows + sum(file.stat().st_size for file in files if file.is_file())
 

@@ -21,12 +21,11 @@ from contract.manifest import EngineManifest
 
 def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]) -> EngineManifest:
     """The engine's manifest without what comes last: ``files``, ``properties``, ``evaluation``, …"""
-    declared = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
     gpu = recipe.kind != CPU
     return common(
         recipe,
         checkpoint,
-        json.loads(json.dumps(declared)),  # as it is read back: a tuple is a list
+        declared(recipe),
         versions,
         kv_cache_precision=recipe.kv_cache_precision,
         max_seq_len=recipe.max_seq_len or checkpoint.architecture.max_positions,
@@ -38,6 +37,12 @@ def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]
         image=recipe.image if gpu else None,
         adapters=tuple(lora_adapter.record(adapter.name, adapter.path) for adapter in recipe.adapters),
     )
+
+
+def declared(recipe: Recipe) -> dict[str, object]:
+    """The recipe as the manifest holds it and is read back: a tuple is a list."""
+    fields = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
+    return dict(json.loads(json.dumps(fields)))
 
 
 def common(
@@ -71,7 +76,7 @@ def common(
 
 def texts_sha256(dataset: str) -> str | None:
     """Of the files of a local calibration set, by name; None for one that is known by its name alone."""
-    path = layout.ROOT / Path(dataset).expanduser()
+    path = layout.given(dataset)
     return files_sha256(path) if path.exists() else None
 
 

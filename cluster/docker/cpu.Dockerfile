@@ -18,6 +18,7 @@ ENV PATH=/opt/trident/bin:$PATH \
     TRIDENT_STATE_DIR=/var/lib/trident
 WORKDIR /trident
 COPY pyproject.toml ./
+COPY requirements/build.txt requirements/
 COPY contract contract
 COPY clients clients
 COPY python_backends python_backends

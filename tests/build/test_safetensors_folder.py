@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from build import safetensors_folder
-from build.base import gguf_folder, layout
+from build.base import gguf_folder, layout, program
 from build.base.checkpoint import open_checkpoint
 from build.base.numerics import round_to_bf16
 from tests.fakes import checkpoints, gguf_models
@@ -38,10 +38,21 @@ def test_weights_are_those_of_the_build_rounded_to_bf16(tmp_path, monkeypatch, s
     )
 
 
+def ended(*arguments: str) -> int:
+    return program.run(lambda: safetensors_folder.main(list(arguments)), "error")
+
+
 def test_what_cannot_be_read_or_written_is_one_sentence(tmp_path, capsys):
-    assert safetensors_folder.main(["nobody's", "--into", str(tmp_path / "out")]) == 1
+    assert ended("nobody's", "--into", str(tmp_path / "out")) == 1
     assert "error: model: there is no folder or .gguf file nobody's" in capsys.readouterr().err
     checkpoints.write(tmp_path / "given", LLAMA)
     (tmp_path / "file").write_text("")
-    assert safetensors_folder.main([str(tmp_path / "given"), "--into", str(tmp_path / "file")]) == 1
+    assert ended(str(tmp_path / "given"), "--into", str(tmp_path / "file")) == 1
     assert f"error: {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err
+
+
+def test_a_wheel_that_cannot_be_had_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path / "cache")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert ended("pypi:nosuch", "--into", str(tmp_path / "out")) == 1
+    assert capsys.readouterr().err.startswith("error: the wheel nosuch cannot be had from the package index")

@@ -154,6 +154,12 @@ def assert_pod(pod):
             assert handler["port"] in ports(pod) or isinstance(handler["port"], int)
 
 
+def test_a_pool_mounts_its_volumes_where_its_engine_is_made_too():
+    pod = next(pod for workload, pod in pods(golden("full")) if workload["metadata"]["name"].endswith("llama-8b"))
+    mounted = {each["name"]: [mount["name"] for mount in each["volumeMounts"]] for each in containers(pod)}
+    assert "ca" in mounted["prepare"] and "ca" in mounted["replica"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_golden_file_obeys_the_laws(case):
     assert_laws(golden(case))

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_an_image_runs_as_nobody_with_a_health_check_and_the_program_first(path)
     assert re.search(r"^HEALTHCHECK ", final, re.MULTILINE)
     assert re.search(r'^CMD \["python", "-m", "(gateway|server)"\]$', final, re.MULTILINE), "a shell would keep SIGTERM"
     assert "ARG BASE_IMAGE=" in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["cpu", "trtllm"])
+def test_the_build_finds_in_an_image_the_files_that_name_its_versions(name, tmp_path):
+    final = (ROOT / f"cluster/docker/{name}.Dockerfile").read_text().rpartition("\nFROM ")[2].partition("\nWORKDIR ")[2]
+    for source, into in re.findall(r"^COPY (?!--from)(\S+) (\S+)$", final, re.MULTILINE):
+        target = tmp_path / into / Path(source).name if into.endswith("/") else tmp_path / into
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, target)
+    code = "from build.recipe import commands as c, provenance as p; print(c.modelopt(), c.exporter(), p.versions([]))"
+    line = [sys.executable, "-c", code]
+    shown = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "nvidia-modelopt==" in shown and "optimum-intel==" in shown and "unknown" not in shown
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)

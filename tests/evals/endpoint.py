@@ -12,15 +12,15 @@ from typing import Any
 
 @contextlib.contextmanager
 def endpoint(answer: Callable[[str, dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
-    """Yields the URL, with /v1. answer: path and body of a request to status and JSON."""
+    """Yields the URL, with /v1. answer: path and body of a request to status and JSON, or bytes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             status, said = answer(self.path, json.loads(body or b"{}"))
-            text = json.dumps(said).encode()
+            text = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", "text/html" if text.startswith(b"<") else "application/json")
             self.send_header("content-length", str(len(text)))
             self.send_header("retry-after-ms", "1")
             self.end_headers()

@@ -57,6 +57,38 @@ def test_a_failure_is_counted_and_not_scored_and_a_try_that_helps_is_used():
     assert failed.score is None and "503" in failed.error and (good.score, good.error) == (1, "")
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"<html>busy</html>",
+        b'{"choices": [',
+        {"choices": None},
+        {"choices": [None]},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": []}}]},
+    ],
+)
+def test_an_answer_that_is_no_chat_completion_is_one_failure(odd):
+    with client(lambda path, body: (200, said("[]") if "last" in body["messages"][0]["content"] else odd)) as made:
+        bad, good = chat_run.run(made, of("schema", {"schema": {}}, {"schema": {}, "prompt": "last"}), None)
+    assert bad.score is None and bad.error and good.score == 1
+
+
+def test_usage_without_tokens_is_no_failure():
+    with client(lambda path, body: (200, said("[]") | {"usage": {}}), price=(1.0, 2.0)) as made:
+        [case] = chat_run.run(made, of("schema", {"schema": {}}), None)
+    assert (case.score, case.tokens, case.cost) == (1, None, None)
+
+
+def test_a_request_may_hold_what_openais_client_does_not_know():
+    asked = []
+    task = of("schema", {"schema": {}})
+    task.settings["request"]["top_k"] = 3
+    with client(lambda path, body: asked.append(body) or (200, said("[]"))) as made:
+        [case] = chat_run.run(made, task, None)
+    assert case.score == 1 and asked[0]["top_k"] == 3 and asked[0]["max_tokens"] == 5
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_an_endpoint_that_is_gone_is_given_up(status):
     tries = []

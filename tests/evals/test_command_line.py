@@ -55,6 +55,38 @@ def test_what_cannot_be_run_is_said_in_a_sentence(arguments, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments,problem",
+    [
+        (["gate", "GOOD", "GOOD", "--judged", "BINARY"], "must be a results file of `python -m evals judge`"),
+        (["curate", "BINARY", "--name", "x", "--out", "x"], "must be a readable file in UTF-8"),
+        (["judge", "GOOD", "GOOD", "--out", "x", "--labels", "BINARY"], "must be a readable file in UTF-8"),
+        (["judge", "GOOD", "GOOD", "--out", "x", "--rubric", "BINARY"], "must be a readable file in UTF-8"),
+        (["judge", "GOOD", "GOOD", "--out", "x", "--rubric", "NONE"], "must be a readable file in UTF-8"),
+        (["run", "--url", "http://[x"], "url: must be of the form http://HOST:PORT, got 'http://[x'"),
+        (["run", "--url", "http://x:y"], "url: must be of the form http://HOST:PORT, got 'http://x:y'"),
+    ],
+)
+def test_a_file_and_a_url_of_another_kind_are_named(arguments, problem, tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe{}")
+    named = {"GOOD": saved(tmp_path / "good.json", result(a=[1])), "BINARY": str(tmp_path / "binary"), "NONE": "none"}
+    assert main([named.get(argument, argument) for argument in arguments]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf"])
+def test_the_limit_of_a_request_is_a_time(seconds, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--url", "http://127.0.0.1:1", "--timeout", seconds])
+    assert f"must be more than 0, at most 86400, got {seconds}" in capsys.readouterr().err
+
+
+def test_an_endpoint_whose_models_are_a_page_of_html_is_named(capsys):
+    with endpoint(lambda path, body: (200, b"<html>")) as url:
+        assert main(["run", "--url", url, "--tasks", "schema"]) == 2
+    assert "/models lists no model" in capsys.readouterr().err
+
+
 def test_two_results_are_shown_side_by_side(tmp_path, capsys):
     paths = [saved(tmp_path / f"{n}.json", result(one=[1, n])) for n in (0, 1)]
     assert main(["compare", *paths]) == 0

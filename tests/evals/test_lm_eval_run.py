@@ -1,3 +1,4 @@
+import json
 import sys
 
 import pytest
@@ -58,3 +59,23 @@ def test_what_lm_eval_does_not_answer_has_failed_with_its_last_words(python):
     [good, lost] = found["answers"]
     assert (good.score, good.refused, good.output) == (1.0, True, "I cannot")
     assert (lost.score, lost.error) == (None, "it broke")
+
+
+def test_what_was_scored_before_the_time_was_up_counts(python, monkeypatch):
+    python.write_text(
+        '#!/bin/sh\necho \'{"task": "answers", "id": "answers-01", "score": 1.0, "output": "x"}\'\n'
+        'printf \'{"task": "answers", "id": "answers-02", "sco\'\nexec sleep 30\n'
+    )
+    monkeypatch.setattr(lm_eval_run, "RUN_TIMEOUT_S", 1)
+    made = Endpoint("http://127.0.0.1:1/v1", "m", "key")
+    with made.client:
+        [good, lost] = lm_eval_run.run(made, task.read(names=["answers"]), task.FOLDER, 2)["answers"]
+    assert good.score == 1.0 and lost.error == "lm-eval took more than 1 s"
+
+
+def test_lm_eval_is_told_how_many_requests_may_run_at_once(python, tmp_path):
+    python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\n")
+    made = Endpoint("http://127.0.0.1:1/v1", "m", "key", concurrency=9)
+    with made.client:
+        lm_eval_run.run(made, task.read(names=["answers"]), task.FOLDER, 1)
+    assert json.loads((tmp_path / "asked").read_text())["limits"] == {"timeout": 60, "num_concurrent": 9}

@@ -102,6 +102,14 @@ def test_the_digest_is_of_both_files(tmp_path):
             {"id": 1},
             r"one\.jsonl:1: id: must be a string, got 1",
         ),
+        *(
+            (
+                f"kind: schema\nrequest: {request}",
+                {"id": "a", "prompt": "?", "schema": {}},
+                r"one\.yaml: request: must be an object without model, messages, stream, .* which the run sets, got",
+            )
+            for request in ("null", "[1]", "{model: x}", "{stream: true}", "{tools: []}")
+        ),
         ("kind: [", {"id": "a"}, "must be a readable YAML file"),
     ],
 )

@@ -11,7 +11,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }  # fmt: skip
-# The geometry of build/trtllm/checkpoint_tensors_observed.json.
+# The geometry of tests/build/quantise/checkpoint_tensors_observed.json.
 LLAMA = checkpoints.CONFIGS["llama_gqa"] | {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 512,

@@ -51,6 +51,23 @@ def test_token_ids_come_from_generation_config_then_from_config(folder):
     assert open_checkpoint(folder).eos_token_ids == (256,)
 
 
+def test_null_in_generation_config_is_no_end_id(folder):
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "config.json", eos_token_id=7)
+    assert open_checkpoint(folder).eos_token_ids == (7, 256)
+
+
+@pytest.mark.parametrize(
+    ("token", "ends"),
+    [("<|begin|>", (256, 257)), ({"content": "<|begin|>"}, (256, 257)), ("absent", (256,)), (None, (256,))],
+)
+def test_the_tokenizers_end_token_ends_answers_too(folder, token, ends):
+    edit(folder / "tokenizer_config.json", eos_token=token)
+    assert open_checkpoint(folder).eos_token_ids == ends
+    (folder / "tokenizer_config.json").unlink()
+    assert open_checkpoint(folder).eos_token_ids == (256,)
+
+
 def test_a_lone_file_of_another_name_is_accepted(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert open_checkpoint(folder).tensors["model.norm.weight"].path.name == "weights.safetensors"

@@ -65,6 +65,20 @@ def test_llama_3s_table_of_factors_becomes_its_rope_scaling(tmp_path):
         opened(tmp_path / "2.gguf", config, tensors=odd)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "kind"),
+    [
+        ({"ARCH.rope.scaling.factor": 2.0}, "linear"),
+        ({"ARCH.rope.scale_linear": 2.0}, "linear"),
+        ({"ARCH.rope.scaling.factor": 1.0}, "default"),
+        ({"ARCH.rope.scaling.type": "none", "ARCH.rope.scaling.factor": 2.0}, "default"),
+    ],
+)
+def test_a_scaling_without_a_type_is_linear(metadata, kind, tmp_path):
+    found = opened(tmp_path / "m.gguf", LLAMA, metadata=metadata).architecture.rope
+    assert found.kind == kind and (kind == "default" or found.need("factor") == 2.0)
+
+
 def test_it_is_written_once_and_again_when_the_file_changes(tmp_path):
     path = gguf_models.write(tmp_path / "m.gguf", LLAMA)
     folder = gguf_folder.unpacked(path)
@@ -81,6 +95,15 @@ def test_chat_template_and_end_ids_come_from_the_metadata(tmp_path):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [256, 65]
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["chat_template"].startswith("{% for m") and settings["eos_token"] == "<|end|>"
+
+
+@pytest.mark.parametrize(("control", "ends"), [(True, [2, 330]), (False, [2])])
+def test_a_control_token_that_ends_turns_is_an_end_id_that_the_metadata_may_leave_out(control, ends, tmp_path):
+    keys = gguf_models.spm_keys(LLAMA["vocab_size"])
+    keys["tokenizer.ggml.tokens"][330] = "<|im_end|>"
+    keys["tokenizer.ggml.token_type"][330] = gguf_models.CONTROL if control else gguf_models.NORMAL
+    folder = gguf_folder.unpacked(gguf_models.write(tmp_path / "m.gguf", LLAMA, metadata=keys))
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
 def test_a_folder_of_one_gguf_file_is_that_file(tmp_path):

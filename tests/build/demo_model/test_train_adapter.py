@@ -74,7 +74,8 @@ def test_the_command_reads_chats_and_texts_and_names_a_line_that_is_neither(base
     folder = base[0]
     texts = tmp_path / "texts.jsonl"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    texts.write_text("\n".join(json.dumps(entry) for entry in ({"messages": chat}, {"text": "some words"})))
+    entries = ({"messages": chat}, {"text": "some\u2028words"})
+    texts.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
     command = ["--model", str(folder), "--texts", str(texts), "--out", str(tmp_path / "out"), "--steps", "2"]
     assert train_adapter.main(command) == 0 and "loss" in capsys.readouterr().out
     assert lora_adapter.record("out", str(tmp_path / "out")).rank == 8

@@ -9,9 +9,11 @@ from tests.fakes.small_repository import DETOKENIZER, engine_text, faults, put, 
 def test_a_folder_without_a_configuration_or_a_version_is_named(tmp_path):
     put(tmp_path, texts())
     (tmp_path / "extra").mkdir()
+    (tmp_path / "odd" / "config.pbtxt").mkdir(parents=True)
     shutil.rmtree(tmp_path / "tokenizer" / "1")
     messages = [message for *_, message in faults(tmp_path)]
     assert "it has no config.pbtxt, so Triton would guess one" in messages
+    assert "config.pbtxt must be a readable file: Is a directory" in messages
     assert any("no version folder (1/)" in message for message in messages)
 
 

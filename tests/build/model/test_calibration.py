@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +124,7 @@ def test_a_path_named_cnn_dailymail_is_read_by_its_article_column(tmp_path):
         ({"train.jsonl": '"x"'}, "it is a str"),
         ({"train.jsonl": "{"}, "is not valid jsonl in UTF-8"),
         ({"train.json": "3"}, "is not valid json in UTF-8"),
+        ({"train.json": "[" * 100_000}, "is not valid json in UTF-8"),
         ({"test.txt": "x", "dev.txt": "y"}, r"has no split 'train'; it has test \(rule R21\)"),
         ({"notes.md": "x"}, "holds no .jsonl, .json, .csv, .txt file"),
         ({"train.txt": "  \n"}, "holds no text in split 'train'"),
@@ -142,6 +144,8 @@ def test_a_binary_file_and_an_unknown_name_are_refused(tmp_path):
         read_texts(str(tmp_path / "x.parquet"))
     with pytest.raises(InvalidArgument, match="'wikitext' is neither a local file or folder nor 'cpython'"):
         read_texts("wikitext")
+    with pytest.raises(InvalidArgument, match="'~nobody-here/texts' is neither a local file or folder"):
+        read_texts("~nobody-here/texts")
     with pytest.raises(InvalidArgument, match="split: must be one of train, test, got 'dev'"):
         read_texts("cpython", "dev")
 
@@ -169,6 +173,16 @@ def test_the_separator_is_the_begin_of_text_token_else_the_end_of_text_token(tmp
         values = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps({k: v for k, v in values.items() if k != "bos_token_id"}))
     assert calibration.open_tokenizer(checkpoint.open_checkpoint(tmp_path))[2] == checkpoints.EOS
+
+
+def test_what_a_tokenizer_cuts_off_or_pads_is_left_out(tmp_path):
+    checkpoints.write(tmp_path, checkpoints.CONFIGS["llama_gqa"])
+    plain = calibration.open_tokenizer(checkpoint.open_checkpoint(tmp_path))[0]("a text")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64, direction="left")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert calibration.open_tokenizer(checkpoint.open_checkpoint(tmp_path))[0]("a text") == plain
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.txt"])

@@ -101,6 +101,8 @@ def test_a_missing_or_damaged_file_is_named(base, tmp_path):
     folder = tmp_path / "a"
     with pytest.raises(InvalidArgument, match=r"adapter_config\.json is missing"):
         lora_adapter.record("a", str(folder))
+    with pytest.raises(InvalidArgument, match=r"~nobody-here/a/adapter_config\.json is missing"):
+        lora_adapter.record("a", "~nobody-here/a")
     adapters.write(folder, base[1])
     weights = folder / lora_adapter.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:100])

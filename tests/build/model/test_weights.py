@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from build.base.checkpoint import CheckpointError, open_checkpoint
-from build.model.weights import PRECISIONS, Weights, fitting_group, pack_u4, quantize_int4, quantize_int8
+from build.model.weights import Weights, fitting_group, pack_u4, quantize_int4, quantize_int8
 from tests.fakes import checkpoints
 from tests.fakes.dequantized import dequantized
 
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int8_sq", "int4")
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 NAME = "model.layers.0.mlp.gate_proj.weight"  # [96, 64]
 

@@ -56,6 +56,18 @@ def test_narrow_weights_are_compared_with_a_wider_bound(tmp_path, bert, precisio
     assert manifest.load(folder).evaluation["bound"] == encoder.LEAST_COSINE[precision]
 
 
+def test_the_f32_graph_that_is_compared_with_lies_where_the_next_build_removes_it(tmp_path, bert, monkeypatch):
+    compared, seen = encoder._compared, []
+
+    def watched(recipe, checkpoint, tokens, folder, exact_folder):
+        seen.extend([exact_folder.parent == folder, exact_folder.is_dir()])
+        return compared(recipe, checkpoint, tokens, folder, exact_folder)
+
+    monkeypatch.setattr(encoder, "_compared", watched)
+    folder, _ = build(tmp_path, bert, precision="int8")
+    assert seen == [True, True] and not any(path.is_dir() for path in folder.iterdir())
+
+
 def test_vectors_beyond_the_bound_are_not_published_unless_accepted(tmp_path, bert, monkeypatch):
     monkeypatch.setitem(encoder.LEAST_COSINE, "int8", 1.1)
     with pytest.raises(EngineFailed, match="least cosine .* must be at least 1.1 with int8 weights"):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 
 from build.base.checkpoint import CheckpointError
 from build.package import side_files
@@ -38,6 +39,14 @@ def test_a_sound_tokenizer_passes_with_or_without_a_template(folder):
     assert warnings(folder) == []
     (folder / "tokenizer_config.json").unlink()
     assert warnings(folder) == []
+
+
+def test_the_first_id_of_chats_is_no_padding(folder):
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64, direction="left")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert side_files.first_token_id(folder, None) == checkpoints.BOS
 
 
 @pytest.mark.parametrize("in_a_file", [True, False])

@@ -11,6 +11,7 @@ import pytest
 
 from build.base import architecture, layout
 from build.base.checkpoint import CheckpointError, open_checkpoint
+from build.package import engine_folder
 from build.quantise import environment, export
 from contract.errors import Unavailable
 from tests.fakes import checkpoints
@@ -99,7 +100,7 @@ def opened(folder: Path, name: str = "GemmaForCausalLM", **changes: object):
 def test_what_optimum_does_not_know_is_one_sentence(tmp_path):
     found = opened(tmp_path / "m", "StrangeForCausalLM", model_type="strange")
     with pytest.raises(CheckpointError, match=r"optimum-intel cannot export StrangeForCausalLM: .*strange"):
-        with export.exported(found, lambda line: None):
+        with export.exported(found, tmp_path / "g", lambda line: None):
             pass
 
 
@@ -129,14 +130,13 @@ def test_without_the_build_environment_the_remedy_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(environment, "BUILD_PYTHON", tmp_path / "nowhere")
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="make setup-build"):
-        with export.exported(found, lambda line: None):
+        with export.exported(found, tmp_path / "g", lambda line: None):
             pass
 
 
 def test_an_exporter_that_fails_or_writes_nothing_is_one_sentence(tmp_path, monkeypatch):
     python = tmp_path / "bin" / "env" / "python"
     python.parent.mkdir(parents=True)
-    monkeypatch.setattr(layout, "FETCHED", tmp_path / "cache")
     monkeypatch.setattr(environment, "BUILD_PYTHON", python)
     found = opened(tmp_path / "m")
     for script, message in (
@@ -146,6 +146,10 @@ def test_an_exporter_that_fails_or_writes_nothing_is_one_sentence(tmp_path, monk
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
         with pytest.raises(CheckpointError, match=message):
-            with export.exported(found, lambda line: None):
+            with export.exported(found, tmp_path / "g", lambda line: None):
                 pass
-    assert not list((tmp_path / "cache").iterdir())
+    assert not list(tmp_path.glob("g*"))
+    python.write_text(f'#!/bin/sh\ntouch "$6/{export.GRAPH}"; echo exported\n')
+    with export.exported(found, tmp_path / "g", lambda line: None) as graph:
+        with engine_folder.only_builder(tmp_path / "g", lambda line: None):
+            assert not graph.exists(), "the next build of the engine removes what a killed one left"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from build.base import checkpoint as hf_checkpoint
-from build.base import layout
+from build.base import program
 from build.model import decoder
 from build.model.calibration import TokenBlocks
 from build.quantise import exporters, quantize, trtllm_checkpoint
@@ -22,7 +22,7 @@ from contract.errors import EngineFailed, InvalidArgument
 from tests.fakes import checkpoints
 from tests.fakes.quantisable_models import BLOCKS, HELD_OUT, LLAMA, MODELS
 
-OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())
+OBSERVED = json.loads(Path(__file__).with_name("checkpoint_tensors_observed.json").read_text())
 SAFETENSORS_NAME = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int8": "I8"}
 
 
@@ -49,7 +49,8 @@ def test_every_precision_of_a_trtllm_recipe_but_nvfp4_is_a_format():
 )
 def test_the_command_refuses_in_one_sentence(tmp_path, capsys, arguments, message):
     checkpoints.write(tmp_path / "model", LLAMA)
-    assert quantize.main([argument.format(tmp=tmp_path) for argument in arguments]) == 1
+    given = [argument.format(tmp=tmp_path) for argument in arguments]
+    assert program.run(lambda: quantize.main(given), "error") == 1
     err = capsys.readouterr().err
     assert message.format(tmp=tmp_path) in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()

@@ -6,19 +6,20 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from build.base import layout, numerics
+from build.base import numerics
 from build.quantise import trtllm_checkpoint
 from build.quantise.quantised_linear import ARRAY_DTYPES, BadCheckpoint
 from build.quantise.trtllm_checkpoint import expected_tensors, read
 from tests.fakes import numpy_llama
 
-OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())
+OBSERVED = json.loads(Path(__file__).with_name("checkpoint_tensors_observed.json").read_text())
 SAFETENSORS_NAME = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int8": "I8"}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -237,9 +238,10 @@ def test_a_folder_without_config_and_a_damaged_config_are_refused(one, tmp_path)
         BadCheckpoint, match="config.json: does not exist; is this the folder of a TensorRT-LLM checkpoint"
     ):
         read(tmp_path)
-    (one[0] / "config.json").write_text("{")
-    with pytest.raises(BadCheckpoint, match="config.json: is not JSON"):
-        read(one[0])
+    for content in ("{", "[]", "[" * 100_000):
+        (one[0] / "config.json").write_text(content)
+        with pytest.raises(BadCheckpoint, match="config.json: is not JSON"):
+            read(one[0])
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
