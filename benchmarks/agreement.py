@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from benchmarks.arrivals import Arrival, Trace
 from benchmarks.driver import Extent, LoadResult, drive
 from benchmarks.lengths import Fixed
 from benchmarks.openai_target import OpenAITarget
-from benchmarks.other_clients import TOKENS, Found, Tool
+from benchmarks.other_clients import START_S, TOKENS, Found, Tool
 from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget, Target
@@ -94,10 +95,8 @@ def ours(target: Target, prompts: PromptSource, workload: Workload, requests: in
     """Return the figures of one load by our generator. Raises EngineFailed if a request fails."""
 
     async def send() -> LoadResult:
-        try:
+        async with target:
             return await drive(workload, target, prompts, Extent(None, 0.0, requests))
-        finally:
-            await target.close()
 
     records = (result := asyncio.run(send())).records
     if failed := [record.error for record in records if not record.ok]:
@@ -131,6 +130,12 @@ def run(
     """
     if unknown := set(clients) - STREAMS.keys():
         raise InvalidArgument("only", f"must be of {', '.join(STREAMS)}, got {min(unknown)!r}")
+    if url:
+        reached = AIPERF if url.startswith("http") else PERF_ANALYZER
+        if reached not in clients:
+            allowed = f"must be HOST:PORT for {PERF_ANALYZER}, http://HOST:PORT for {AIPERF}"
+            raise InvalidArgument("url", f"{allowed}, got {url!r} for {', '.join(clients)}")
+        clients = [reached]
     conditions, skipped = machine.described(), dict[str, str]()
     found: list[Comparison] = []
     print(report.on(conditions), flush=True)
@@ -147,9 +152,11 @@ def run(
             found.append(one)
             for n in range(rounds):
                 seed = 1000 * n + (load.streams or 500)
+                began_s = time.monotonic()
                 mine = ours(target(), prompts, load.workload(count, not unary, seed), count)
-                before_s = machine.children_s()
-                theirs = tool.measure(options, count, seed, out / tool.name / f"{load}-{n}".replace(" ", "-"))
+                limit_s, before_s = START_S + 3 * (time.monotonic() - began_s), machine.children_s()
+                folder = out / tool.name / f"{load}-{n}".replace(" ", "-")
+                theirs = tool.measure(options, count, seed, folder, limit_s)
                 one.add(mine, theirs | {CPU: machine.children_s() - before_s})
             print(described([one]), flush=True)
             keep()
@@ -184,7 +191,7 @@ def run(
         report.write_json(table | {"goals": goals, "notes": notes + shares(whole)}, out, "clients")
 
     for client, measure in ((PERF_ANALYZER, by_perf_analyzer), (AIPERF, by_aiperf)):
-        if client not in clients or (url and url.startswith("http") != (client == AIPERF)):
+        if client not in clients:
             continue
         try:
             with ExitStack() as stack:

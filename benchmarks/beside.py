@@ -55,17 +55,21 @@ class Costs:
         """Add a round. used_s: returns the CPU seconds so far. longest: tokens of a prompt and of an answer.
         slots: streams at most."""
 
-        async def send(tokens: int) -> Record:
+        def drawn(tokens: int) -> PlannedRequest:
+            return PlannedRequest(rng.getrandbits(31), prompts.text(rng, longest), tokens)
+
+        async def send(request: PlannedRequest) -> Record:
             record = Record(0, time.monotonic(), time.monotonic())
-            await target.send(PlannedRequest(rng.getrandbits(31), prompts.text(rng, longest), tokens), record)
+            await target.send(request, record)
             return record
 
-        await send(1)
+        await send(drawn(1))
         together = [(streams, longest, times) for streams, times in STREAMS if streams <= slots]
         for streams, tokens, times in ((1, 1, ALONE), *together):
-            before, records = used_s(), []
-            for _ in range(times):
-                records += await asyncio.gather(*(send(tokens) for _ in range(streams)))
+            batches = [[drawn(tokens) for _ in range(streams)] for _ in range(times)]
+            before, records = used_s(), list[Record]()
+            for requests in batches:
+                records += await asyncio.gather(*map(send, requests))
             messages = sum(len(record.messages) for record in records)
             steps = sum(record.tokens for record in records) / streams
             self.rows.append((streams * times, messages / streams, messages, steps, used_s() - before))
@@ -89,8 +93,7 @@ class Costs:
 
 def serving_cpu(server: ServerUnderTest) -> Callable[[], float] | None:
     """Return a function that returns the CPU seconds of a replica beside its engine so far; None on another machine."""
-    host, _, port = server.url.rpartition(":")
-    root = processes.listener(int(port)) if host in ("127.0.0.1", "localhost") else None
+    root = processes.listener(server.url)
     return None if root is None else lambda: processes.serving_cpu_s(processes.use(root))
 
 
@@ -112,14 +115,10 @@ def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int, s
 
         async def both() -> None:
             rng = random.Random(time.time_ns())
-            targets = [EnsembleTarget(url) for url in (server.url, gateway.urls["grpc"])]
-            try:
+            async with EnsembleTarget(server.url) as ours, EnsembleTarget(gateway.urls["grpc"]) as relayed:
                 for _ in range(ROUNDS):
-                    for costs, target in zip((direct, through), targets, strict=True):
+                    for costs, target in ((direct, ours), (through, relayed)):
                         await costs.measure(target, prompts, rng, used_s, longest, slots)
-            finally:
-                for target in targets:
-                    await target.close()
 
         direct, through, longest = Costs(), Costs(), min(TOKENS, max_seq_len // 2)
         asyncio.run(both())

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from contract.errors import EngineFailed
+from server.child_command import with_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-# PR_SET_PDEATHSIG: SIGTERM when the thread that started it has ended, also if it was killed.
-_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 async def serve_until_input_closes(port: int) -> None:
@@ -57,7 +56,7 @@ def spawn(
     """
     env = {**os.environ, **(environ or {})}
     if shutil.which(command[0], path=env.get("PATH")) and threading.current_thread() is threading.main_thread():
-        command = [sys.executable, "-ISc", _END_WITH_PARENT, *command]
+        command = with_parent_death_signal(command)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with ExitStack() as stack:
         errors: IO[str] | int = subprocess.STDOUT

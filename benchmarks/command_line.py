@@ -131,7 +131,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "slo_ttft_ms": (_positive, "MS", "at P95"),
     "streams": (_count, "N", "at once"),
     "step_ms": (_seconds, "MS", "between two tokens of a stream; 0: as fast as they pass"),
-    "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens"),
+    "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens; that of TRIDENT_ENGINE or demo unless set"),
     "tokens": (_count, "N", "of an answer"),
     "url": (str, "HOST:PORT", "a server that runs already (TRIDENT_URL, 127.0.0.1:8001)"),
     "warmup": (_seconds, "S", f"load before that, {WARMUP_S:g} s unless set; 0 for a trace"),
@@ -220,9 +220,10 @@ def parser() -> argparse.ArgumentParser:
     )
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
     limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "out": None}
-    command("calibrate", run_calibrate, about, **_SERVER, **limits)
+    calibrates = served(lambda server, a: calibrate.run(server, a.rounds, a.seconds, a.out))
+    command("calibrate", calibrates, about, **_SERVER, **limits)
     about = "how many times as long as when it was calibrated an engine's steps take"
-    command("speed", run_speed, about, **_SERVER, out=None)
+    command("speed", served(lambda server, a: speed.run(server, _folder(a, "speed"))), about, **_SERVER, out=None)
     command(
         "textbook",
         lambda a: textbook_cost.run(a.engine, a.step_ms, a.concurrency, a.tokens, a.rounds, _folder(a, "textbook")),
@@ -230,7 +231,8 @@ def parser() -> argparse.ArgumentParser:
         **{"engine": "demo", "concurrency": "8,32,128", "tokens": 128, "rounds": 3, "step_ms": 12.0, "out": None},
     )
     about = "how soon a cancelled request's slot is free, under load"
-    command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
+    cancels = served(lambda server, a: cancel.run(server, a.samples, a.max_tokens, _folder(a, "cancel")))
+    command("cancel", cancels, about, **_SERVER, samples=50, max_tokens=480, out=None)
     about = "our server beside vLLM, llama.cpp and transformers serve"
     compared: dict[str, object] = {"model": "demo", "precision": "bf16"}
     compared |= {"only": ",".join(peer_servers.PEERS), "also": "", "prompts": "words", "concurrency": "1,8,32"}
@@ -290,19 +292,14 @@ def _built(engine: str) -> str:
     return engine
 
 
-def run_calibrate(arguments: argparse.Namespace) -> int:
-    with _server(arguments) as server:
-        return calibrate.run(server, arguments.rounds, arguments.seconds, arguments.out)
+def served(run: Callable[[ServerUnderTest, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that runs with the server under test."""
 
+    def command(arguments: argparse.Namespace) -> int:
+        with _server(arguments) as server:
+            return run(server, arguments)
 
-def run_speed(arguments: argparse.Namespace) -> int:
-    with _server(arguments) as server:
-        return speed.run(server, _folder(arguments, "speed"))
-
-
-def run_cancel(arguments: argparse.Namespace) -> int:
-    with _server(arguments) as server:
-        return cancel.run(server, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
+    return command
 
 
 def run_peers(arguments: argparse.Namespace) -> int:
@@ -311,8 +308,6 @@ def run_peers(arguments: argparse.Namespace) -> int:
     subject = peer_servers.subject(arguments.model, arguments.precision)
     plan = peers.Plan(subject, tuple(arguments.concurrency), *load, kinds)
     also = [*filter(None, arguments.also.split(","))]
-    if not all(url.startswith(("http://", "https://")) for url in also):
-        raise InvalidArgument("also", f"must be of http://HOST:PORT, separated by commas, got {arguments.also!r}")
     return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"), also)
 
 
@@ -359,8 +354,9 @@ def sweep(arguments: argparse.Namespace) -> int:
     else:
         loads = [(str(level), level, None) for level in arguments.concurrency]
     runs = _measured(loads, arguments)
-    text = f"ms unless a column has another unit; {_described(runs[0])}\n{report.of_sweep(runs)}"
-    return _keep(runs, "sweep", arguments, text)
+    conditions = runs[0].conditions
+    about = f"{report.lengths(runs[0])}; engine {conditions['engine']}; {report.on(conditions)}"
+    return _keep(runs, "sweep", arguments, f"ms unless a column has another unit; {about}\n{report.of_sweep(runs)}")
 
 
 def _measured(loads: Sequence[tuple[str, int | None, str | None]], arguments: argparse.Namespace) -> list[Measurement]:
@@ -435,9 +431,3 @@ def _among(field: str, text: str, allowed: Sequence[str]) -> list[str]:
     if not set(words) <= set(allowed):
         raise InvalidArgument(field, f"must be of {', '.join(allowed)}, separated by commas, got {text!r}")
     return words
-
-
-def _described(run: Measurement) -> str:
-    workload, engine = run.workload, run.conditions["engine"]
-    lengths_text = f"in {workload['input_tokens']}, out {workload['output_tokens']}"
-    return f"{lengths_text}; engine {engine}; {report.on(run.conditions)}"

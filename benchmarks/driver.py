@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.arrivals import Arrival
@@ -96,12 +96,15 @@ async def drive(
     extent: Extent,
     *,
     share: Share = Share(),  # noqa: B008 - frozen
-    started_s: float | None = None,
+    start: Callable[[], float] = time.monotonic,
 ) -> LoadResult:
-    """Send the load and wait for its last answer. ``started_s``: instant zero on time.monotonic's clock."""
+    """Send the load and wait for its last answer.
+
+    start: called when the first requests' prompts are made; returns instant zero on time.monotonic's clock.
+    """
     run = _Run(workload, target, prompts, extent, share)
     run.prepare()
-    run.started_s = time.monotonic() if started_s is None else started_s
+    run.started_s = start()
     watcher = asyncio.create_task(run.watch_lag())
     cpu_s, wall_s, waited_before_s = time.process_time(), time.monotonic(), waited_s()
     try:

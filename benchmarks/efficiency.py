@@ -8,11 +8,11 @@ disturbs both sides. Tokens per second are a batch's tokens over its wall time, 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean, median
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -87,7 +87,7 @@ class ServingPath:
     def __init__(self, name: str, server: ServerUnderTest, target: Target, prompts: Prompts) -> None:
         self.name, self._target, self._prompts = name, target, prompts
         self._metrics_url = server.metrics_url
-        root = processes.listener(int(server.url.rpartition(":")[2]))
+        root = processes.listener(server.url)
         if root is None:
             raise EngineFailed(f"no process listens on {server.url}")
         self._root = root
@@ -225,14 +225,14 @@ def ratios(batches: Sequence[Batch], path: str, concurrency: int) -> list[float]
 
 def cpu_bound_ratio(batches: Sequence[Batch], path: str, concurrency: int) -> float:
     """Return the engine's share if every core is busy: its CPU per token over that of all processes together."""
-    alone = _median(b.us_per_token(b.engine_cpu_s) for b in of(batches, RAW, concurrency))
-    extra = _median(b.serving_us + b.us_per_token(b.client_cpu_s) for b in of(batches, path, concurrency))
+    alone = median(b.us_per_token(b.engine_cpu_s) for b in of(batches, RAW, concurrency))
+    extra = median(b.serving_us + b.us_per_token(b.client_cpu_s) for b in of(batches, path, concurrency))
     return alone / (alone + extra)
 
 
 def ttft_added_s(batches: Sequence[Batch], path: str) -> float:
     """Return the median TTFT at concurrency 1 minus the raw engine's."""
-    added, raw = (_median(ttft for batch in of(batches, name, 1) for ttft in batch.ttfts_s) for name in (path, RAW))
+    added, raw = (median(ttft for batch in of(batches, name, 1) for ttft in batch.ttfts_s) for name in (path, RAW))
     return added - raw
 
 
@@ -245,15 +245,15 @@ def described(engine: str, batches: Sequence[Batch]) -> str:
             found = ratios(batches, path, concurrency)
             ratio, cpu_bound, serving = "1", "", [""] * 4
             if path != RAW:
-                ratio = f"{_median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+                ratio = f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
                 cpu_bound = f"{cpu_bound_ratio(batches, path, concurrency):.2f}"
-                spent = (_median(b.serving_us for b in mine), _median(b.us_per_token(b.client_cpu_s) for b in mine))
+                spent = (median(b.serving_us for b in mine), median(b.us_per_token(b.client_cpu_s) for b in mine))
                 serving = [report.number(us, 0) for us in spent]
-                serving.append(report.number(_median(b.tokens / b.messages for b in mine), 2))
-                serving.append(report.ms(_median(b.coalescing_p99_s for b in mine)))
-            tokens_per_s = report.number(_median(batch.tokens_per_s for batch in mine), 0)
-            ttft = report.ms(_median(ttft for batch in mine for ttft in batch.ttfts_s))
-            engine_us = report.number(_median(batch.us_per_token(batch.engine_cpu_s) for batch in mine), 0)
+                serving.append(report.number(median(b.tokens / b.messages for b in mine), 2))
+                serving.append(report.ms(median(b.coalescing_p99_s for b in mine)))
+            tokens_per_s = report.number(median(batch.tokens_per_s for batch in mine), 0)
+            ttft = report.ms(median(ttft for batch in mine for ttft in batch.ttfts_s))
+            engine_us = report.number(median(batch.us_per_token(batch.engine_cpu_s) for batch in mine), 0)
             rows.append((path, concurrency, tokens_per_s, ratio, cpu_bound, ttft, engine_us, *serving))
     header = ("path", "at", "tok/s", "of raw (range)", "CPU-bound", "TTFT p50 ms", "engine µs", "serving µs")
     return f"{engine}\n" + report.table(rows, (*header, "client µs", "tok/msg", "wait p99 ms"))
@@ -267,8 +267,8 @@ def by_process(batches: Sequence[Batch]) -> str:
         for concurrency in sorted({batch.concurrency for batch in batches if batch.path == path}):
             mine, cells = of(batches, path, concurrency), []
             for name in names:
-                spent = _median(b.us_per_token(_cpu_s(b, name)) for b in mine)
-                waits = _median(b.waited_s.get(name, 0.0) / b.wall_s for b in mine)
+                spent = median(b.us_per_token(_cpu_s(b, name)) for b in mine)
+                waits = median(b.waited_s.get(name, 0.0) / b.wall_s for b in mine)
                 cells.append(f"{report.number(spent)} ({waits:.0%})")
             rows.append((path, concurrency, *cells))
     return report.table(rows, ("CPU µs per token (waited for a core)", "at", *names))
@@ -288,19 +288,19 @@ def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
         out.append(report.at_most(f"{engine}: {what}", value, bound))
 
     def serving_us(path: str, concurrency: int, how: str, bound: float) -> None:
-        spent = _median(batch.serving_us for batch in of(batches, path, concurrency))
+        spent = median(batch.serving_us for batch in of(batches, path, concurrency))
         at_most(f"serving CPU at {concurrency}, {how}, µs", spent, bound)
 
     if 32 in at:
         what = f"{engine}: tokens/s at 32 over the raw engine's"
-        out.append(report.at_least(what, _median(ratios(batches, PACKED, 32)), output_and_goal(engine)[1]))
+        out.append(report.at_least(what, median(ratios(batches, PACKED, 32)), output_and_goal(engine)[1]))
     if 1 in at:
         at_most("TTFT added at 1, ms", ttft_added_s(batches, PACKED) * 1e3, TTFT_ADDED_GOAL_MS)
         serving_us(EVERY_TOKEN, 1, "a message per token", EVERY_TOKEN_GOAL_US)
     if 32 in at:
         serving_us(EVERY_TOKEN, 32, "a message per token", EVERY_TOKEN_GOAL_US)
         serving_us(PACKED, 32, "coalescing", COALESCED_GOAL_US)
-        wait_ms = _median(b.coalescing_p99_s for b in of(batches, PACKED, 32)) * 1e3
+        wait_ms = median(b.coalescing_p99_s for b in of(batches, PACKED, 32)) * 1e3
         at_most("coalescing's added wait at 32, p99, ms", wait_ms, COALESCING_GOAL_MS)
     return out
 
@@ -326,7 +326,7 @@ def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: 
         print(f"\n{described(f'{engine} ({about})', batches)}\n\n{by_process(batches)}\n")
         print(report.verdicts(mine := goals(engine, batches)))
         verdicts += mine
-        print(report.disturbance(statistics.mean(batch.others_share for batch in batches)), flush=True)
+        print(report.disturbance(mean(batch.others_share for batch in batches)), flush=True)
         # After each engine: a run that is cut off has kept what it measured.
         table = {engine: [asdict(batch) for batch in batches] for engine, batches in found.items()}
         written = {"conditions": conditions, "batches": table, "compared": compared(found), "goals": verdicts}
@@ -347,9 +347,5 @@ def compared(found: Mapping[str, Sequence[Batch]]) -> dict[str, dict[str, object
                 speed[f"speed of the raw engine's: {label}"] = ratios(batches, path, at)
                 spent[f"serving CPU of a token, µs: {label}"] = [batch.serving_us for batch in mine]
                 waits[f"wait for others of a message, p99, ms: {label}"] = [1e3 * b.coalescing_p99_s for b in mine]
-            first[f"TTFT p50, ms: {label}"] = [1e3 * _median(batch.ttfts_s) for batch in mine]
+            first[f"TTFT p50, ms: {label}"] = [1e3 * median(batch.ttfts_s) for batch in mine]
     return figures.compared(figures.HIGHER, speed) | figures.compared(figures.LOWER, spent | waits | first)
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import grpc.aio
 
 from benchmarks.prompts import Prompts
-from benchmarks.target import DeltaStream, DeltaTarget
+from benchmarks.target import TIMEOUT_S, DeltaStream, DeltaTarget
 from benchmarks.workload import PlannedRequest
 from clients.wire import failures, infer_request
 from clients.wire.connection import CHANNEL_OPTIONS
@@ -20,8 +20,8 @@ from contract.generation import FinishReason, TokenDelta, Usage
 class EngineTarget(DeltaTarget):
     """The engine of one server. Prompts are encoded in ``open``, outside the engine."""
 
-    def __init__(self, url: str, prompts: Prompts, timeout_s: float = 120.0) -> None:
-        self._url, self._prompts, self._timeout_s = url, prompts, timeout_s
+    def __init__(self, url: str, prompts: Prompts) -> None:
+        self._url, self._prompts = url, prompts
         self._channel: grpc.aio.Channel | None = None
 
     def open(self, request: PlannedRequest) -> DeltaStream:
@@ -39,7 +39,7 @@ class EngineTarget(DeltaTarget):
     async def _read(self, payload: bytes, input_tokens: int) -> AsyncGenerator[TokenDelta, None]:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._url, CHANNEL_OPTIONS)
-        call = self._channel.unary_stream(infer_request.GENERATE)(payload, timeout=self._timeout_s)
+        call = self._channel.unary_stream(infer_request.GENERATE)(payload, timeout=TIMEOUT_S)
         decode, output_tokens = ResponseDecoder().decode, 0
         try:
             async for data in call:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.child_process import ROOT
+from benchmarks.child_process import ROOT, stop
 from contract.errors import NotFound
 
 FOLDER = ROOT / ".cache" / "peers"
@@ -35,7 +35,7 @@ class Environment:
 
     @property
     def specification(self) -> str:
-        """The content of a finished installation's stamp; a different one is installed again."""
+        """The content of a finished installation's stamp, a line a step; a different one is installed again."""
         return "\n".join(" ".join(words) for words in (*self.installs, *self.then)) + "\n"
 
     def program(self, name: str) -> Path:
@@ -46,27 +46,40 @@ class Environment:
         return stamp.exists() and stamp.read_text() == self.specification
 
     def ensure(self) -> None:
-        """Install unless that is done. Raises NotFound with the failing command and its output."""
+        """Install what is not done, from the step on that failed. Raises NotFound with that command and its output."""
         if self.ready():
             return
         print(f"installing {self.name} into {self.folder} (once)", file=sys.stderr, flush=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        _run([sys.executable, "-m", "venv", str(self.folder)], FOLDER)
-        python = str(self.program("python"))
-        for packages in self.installs:
-            _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], self.folder)
-        for command in self.then:
+        stamp, python = self.folder / _STAMP, str(self.program("python"))
+        done = stamp.read_text() if stamp.exists() else ""
+        if not done or not self.specification.startswith(done):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            _run([sys.executable, "-m", "venv", str(self.folder)], FOLDER)
+            done = ""
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        commands = [*((*pip, *packages) for packages in self.installs), *self.then]
+        lines = self.specification.splitlines(keepends=True)
+        for command, line in [*zip(commands, lines, strict=True)][done.count("\n") :]:
             _run([word.format(python=python, bin=self.folder / "bin") for word in command], self.folder)
-        (self.folder / _STAMP).write_text(self.specification)
+            with stamp.open("a") as finished:
+                finished.write(line)
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
+    log = folder / "installation.log"
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+        with log.open("w") as output:
+            child = subprocess.Popen(
+                command, cwd=folder, stdout=output, stderr=output, text=True, start_new_session=True
+            )
+            try:
+                code = child.wait(TIMEOUT_S)
+            finally:
+                stop(child)  # also what it started itself, as a compiler
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {exc}") from exc
-    if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    if code:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         relevant = [line for line in lines if "error" in line.lower()] or lines[-3:]
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(relevant)[-400:]}")

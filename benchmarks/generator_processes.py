@@ -20,7 +20,7 @@ from benchmarks.target import Target
 from benchmarks.workload import Workload
 from contract.errors import EngineFailed
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 600.0  # thousands of long prompts take minutes; a process that ends is noticed at once
 LEAD_S = 0.3  # all processes are ready before the common instant zero
 
 
@@ -79,7 +79,8 @@ def run_apart(
             results: dict[int, LoadResult] = {}
             deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
             while len(results) < len(loads):
-                nth, result = _next(messages, children, deadline_s and deadline_s - time.monotonic())
+                unfinished = [child for nth, child in enumerate(children) if nth not in results]
+                nth, result = _next(messages, unfinished, deadline_s and deadline_s - time.monotonic())
                 results[nth] = result
     finally:
         for child in children:
@@ -89,13 +90,10 @@ def run_apart(
     return [results[nth] for nth in range(len(loads))]
 
 
-def _run_loop(load: Load, share: Share, started_s: float | None = None) -> LoadResult:
+def _run_loop(load: Load, share: Share, start_at: Callable[[], float] = time.monotonic) -> LoadResult:
     async def send() -> LoadResult:
-        target, prompts = load.target(), load.prompts()
-        try:
-            return await drive(load.workload, target, prompts, load.extent, share=share, started_s=started_s)
-        finally:
-            await target.close()
+        async with load.target() as target:
+            return await drive(load.workload, target, load.prompts(), load.extent, share=share, start=start_at)
 
     return (uvloop.run if load.uvloop else asyncio.run)(send())
 
@@ -103,19 +101,24 @@ def _run_loop(load: Load, share: Share, started_s: float | None = None) -> LoadR
 def _child(nth: int, load: Load, share: Share, messages: Any, go: Any, start: Any) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    messages.put((nth, "ready"))
-    if not go.wait(START_TIMEOUT_S):
-        return
-    messages.put((nth, _run_loop(load, share, start.value)))
+
+    def started_s() -> float:
+        messages.put((nth, "ready"))
+        if not go.wait(START_TIMEOUT_S):
+            raise TimeoutError("the other load generator processes were not ready in time")
+        return start.value
+
+    messages.put((nth, _run_loop(load, share, started_s)))
 
 
 def _next(messages: Any, children: Sequence[Any], timeout_s: float | None) -> tuple[int, Any]:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
+        # Read first: what a process sent before it ended can be read by then.
+        dead = [child.exitcode for child in children if child.exitcode is not None]
         try:
             return messages.get(timeout=0.5)
         except queue.Empty:
-            dead = [child.exitcode for child in children if child.exitcode not in (None, 0)]
             if dead:
                 raise EngineFailed(f"a load generator process ended with code {dead[0]}") from None
             if deadline_s is not None and time.monotonic() > deadline_s:

@@ -54,14 +54,11 @@ def first_token(server: ServerUnderTest, prompts: Prompts, concurrency: int) -> 
     """
 
     async def send() -> list[Record]:
-        target = EnsembleTarget(server.url, model="ensemble")
-        try:
+        async with EnsembleTarget(server.url, model="ensemble") as target:
             await drive(_workload(concurrency, 1), target, prompts, Extent(None, 0.0, concurrency))
             before.append(await asyncio.to_thread(server_side.settled, metrics_url))
             load = _workload(concurrency, 2)
             return (await drive(load, target, prompts, Extent(None, 0.0, ALONE_REQUESTS * concurrency))).records
-        finally:
-            await target.close()
 
     metrics_url = server.metrics_url or ""
     before: list[Metrics] = []

@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
 
 from benchmarks.gguf_checkpoint import tensors
 
@@ -38,25 +40,16 @@ def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def write(checkpoint: Path, out: Path) -> None:
     """Write the checkpoint's copy. Raises ValueError for a dtype other than F32, F16, BF16."""
-    header: dict[str, object] = {}
-    blobs: list[bytes] = []
-    end = 0
+    stored: dict[str, np.ndarray] = {}
     for name, values in tensors(checkpoint / "model.safetensors"):
         if name.endswith("_proj.weight"):
-            weight, scale = quantised(values)
-            stored = [(name, "I8", weight), (f"{name}_scale", "F32", scale)]
+            stored[name], stored[f"{name}_scale"] = quantised(values)
         else:
-            stored = [(name, "BF16", (values.astype("<f4").view("<u4") >> 16).astype("<u2"))]
-        for key, dtype, array in stored:
-            blobs.append(array.tobytes())
-            header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": (end, end + len(blobs[-1]))}
-            end += len(blobs[-1])
+            stored[name] = values.astype(bfloat16)
     out.mkdir(parents=True, exist_ok=True)
     for file in checkpoint.glob("*.json"):
         shutil.copy(file, out)
     config = json.loads((checkpoint / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
-    text = json.dumps(header).encode()
-    with (out / "model.safetensors").open("wb") as weights:
-        weights.write(len(text).to_bytes(8, "little") + text)
-        weights.writelines(blobs)
+    save_file(stored, out / "unfinished")  # a copy is there only when it is whole
+    (out / "unfinished").replace(out / "model.safetensors")

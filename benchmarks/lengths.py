@@ -20,6 +20,10 @@ FORMS = "N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE"
 
 
 class Lengths(Protocol):
+    @property
+    def most(self) -> int:
+        """The longest that may be drawn."""
+
     def draw(self, rng: random.Random) -> int:
         """Return a number of tokens, at least 1."""
 
@@ -27,6 +31,10 @@ class Lengths(Protocol):
 @dataclass(frozen=True)
 class Fixed:
     tokens: int
+
+    @property
+    def most(self) -> int:
+        return self.tokens
 
     def draw(self, rng: random.Random) -> int:
         return self.tokens
@@ -56,6 +64,10 @@ class Histogram:
 
     lengths: tuple[int, ...]
     counts: tuple[float, ...]
+
+    @property
+    def most(self) -> int:
+        return max(self.lengths)
 
     def draw(self, rng: random.Random) -> int:
         return rng.choices(self.lengths, self.counts)[0]

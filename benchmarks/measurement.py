@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -110,7 +109,7 @@ def measure(
     """Drive the workload once and collect what client, server and machine recorded."""
     target, prompts = partial(EnsembleTarget, server.url), partial(Prompts.for_engine, server.engine_folder)
     load = Load(workload, extent, target, prompts)
-    root = processes.listener(_port(server.url)) if _is_local(server.url) else None
+    root = processes.listener(server.url)
     before = _scrape(server.metrics_url, settled=False)
     watch = GaugeWatch(server.metrics_url) if server.metrics_url and before is not None else None
     progress.show(name)
@@ -150,7 +149,7 @@ def measure_unsaturated(
     name: str, workload: Workload, server: ServerUnderTest, extent: Extent, **options: Any
 ) -> Measurement:
     """As ``measure``; repeat with twice the generator processes while the generator limited the run."""
-    most = max(1, (os.cpu_count() or 1) // 2)
+    most = max(1, len(machine.cores()) // 2)
     generators = 1
     run = measure(name, workload, server, extent, generators=generators, **options)
     while self_check.saturated(run.checks) and generators * 2 <= most:
@@ -174,12 +173,3 @@ def _scrape(url: str | None, settled: bool) -> Metrics | None:
         return server_side.settled(url) if settled else scrape.fetch(url)
     except Unavailable:
         return None
-
-
-def _port(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
-def _is_local(url: str) -> bool:
-    host, _, port = url.rpartition(":")
-    return port.isdecimal() and host in ("127.0.0.1", "localhost", "0.0.0.0", "[::1]")

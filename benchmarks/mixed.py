@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import figures, machine, progress, random_model, report
@@ -21,6 +22,7 @@ from contract.errors import EngineFailed, InvalidArgument
 
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 192  # of a stream
 LONG_OUTPUT = 8  # tokens of the answer to a long prompt
+DRAWN = 32  # long prompts made before a phase
 LEAST, LIMIT_S = 2, 120.0  # messages of a stream, and long prompts; seconds to get them
 RATIO_GOAL = 2.0
 ALONE, BESIDE = "alone", "beside long prompts"
@@ -39,19 +41,26 @@ async def phase(server: ServerUnderTest, prompts: Prompts, streams: int, long: i
     firsts: list[float] = []
     rng = random.Random(seed)
 
-    async def send(tokens: int, output_tokens: int, record: Record) -> None:
-        request = PlannedRequest(rng.getrandbits(31), prompts.text(rng, tokens), output_tokens)
+    def drawn(tokens: int, count: int) -> Iterator[str]:
+        """Yield prompts, the first ``count`` made now: making a long one would delay the reading of the streams."""
+        made = [prompts.text(rng, tokens) for _ in range(count)]
+        return itertools.chain(made, iter(lambda: prompts.text(rng, tokens), None))
+
+    short, longs = drawn(INPUT_TOKENS, 2 * streams), drawn(long, DRAWN if long else 0)
+
+    async def send(texts: Iterator[str], output_tokens: int, record: Record) -> None:
+        request = PlannedRequest(rng.getrandbits(31), next(texts), output_tokens)
         record.sent_s = time.monotonic()
         await target.send(request, record)
 
     async def stream() -> None:
         while True:
             records.append(record := Record(0, 0.0))
-            await send(INPUT_TOKENS, OUTPUT_TOKENS, record)
+            await send(short, OUTPUT_TOKENS, record)
 
     async def beside() -> None:
         while long:
-            await send(long, LONG_OUTPUT, record := Record(0, 0.0))
+            await send(longs, LONG_OUTPUT, record := Record(0, 0.0))
             firsts.append(record.ttft_from_send_s or 0.0)
 
     async def until(done: Callable[[], bool]) -> float:

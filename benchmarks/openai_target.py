@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.target import DeltaStream, DeltaTarget
+from benchmarks.target import TIMEOUT_S, DeltaStream, DeltaTarget
 from benchmarks.workload import PlannedRequest
 from contract import errors
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, TridentError, Unavailable
@@ -32,11 +32,8 @@ class OpenAITarget(DeltaTarget):
     extra: fields that this server understands beyond OpenAI's, such as ``ignore_eos``.
     """
 
-    def __init__(
-        self, base_url: str, model: str, extra: Mapping[str, Any] | None = None, timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, base_url: str, model: str, extra: Mapping[str, Any] | None = None) -> None:
         self._url, self._model, self._extra = f"{base_url}/v1/completions", model, dict(extra or {})
-        self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     def open(self, request: PlannedRequest) -> DeltaStream:
@@ -57,7 +54,7 @@ class OpenAITarget(DeltaTarget):
             # One connection per request: a server may close an idle connection just as the next request is sent on
             # it, and that is not a failure of the server.
             unlimited = aiohttp.TCPConnector(limit=0, force_close=True)
-            timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._session = aiohttp.ClientSession(connector=unlimited, timeout=timeout)
         try:
             async with self._session.post(self._url, json=body) as response:
@@ -66,9 +63,11 @@ class OpenAITarget(DeltaTarget):
                 async for delta in deltas(response.content):
                     yield delta
         except asyncio.TimeoutError as exc:
-            raise DeadlineExceeded(f"{self._url} took more than {self._timeout_s:g} s") from exc
+            raise DeadlineExceeded(f"{self._url} took more than {TIMEOUT_S:g} s") from exc
         except aiohttp.ClientError as exc:
             raise Unavailable(f"{self._url}: {exc}") from exc
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise EngineFailed(f"{self._url} sent what is no completion of OpenAI's: {exc!r}") from exc
 
 
 async def deltas(lines: AsyncIterable[bytes]) -> AsyncGenerator[TokenDelta, None]:

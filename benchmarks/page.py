@@ -61,7 +61,8 @@ def write(kind: str, parts: Mapping[str, Entry], page: Path = PAGE) -> None:
                 plots.ranges(drawn, f"{group} ({better} is better)", folder / f"{slug}.svg")
                 lines += ["", f"![{group}]({folder.name}/{slug}.svg)"]
         if missed := [goal for goal in entry.get("goals", ()) if not goal[3]]:
-            lines += ["", f"Goals missed here ({len(missed)} of {len(entry['goals'])}):", "", *map(_missed, missed)]
+            lines += ["", f"Goals missed here ({len(missed)} of {len(entry['goals'])}):", ""]
+            lines += [f"- {what} {number(bound)}: {number(value)}" for what, value, bound, _ in missed]
         if notes := entry.get("notes"):
             lines += ["", "Conditions:", "", *(f"- {note}" for note in notes)]
     page.write_text("\n".join(lines) + "\n")
@@ -125,11 +126,6 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _missed(goal: Sequence[Any]) -> str:
-    what, value, bound, _ = goal
-    return f"- {what} {number(bound)}: {number(value)}"
-
-
 def _short(parts: Mapping[str, Entry]) -> list[str]:
     """Return where Trident is ahead of the peers and where behind, how many goals it meets, and what was disturbed."""
     columns: list[str] = []
@@ -154,8 +150,8 @@ def _short(parts: Mapping[str, Entry]) -> list[str]:
     lines += ["", WORDS["goals"].strip(), "", f"| | met | missed | {OTHERS} |", "|---|--:|--:|--:|"]
     for name, entry in parts.items():
         if entry.get("goals"):
-            met, missed = _counts(entry)
-            lines.append(f"| {_words(name)[0]} | {met} | {missed} | {_others(entry)} |")
+            met = sum(goal[3] for goal in entry["goals"])
+            lines.append(f"| {_words(name)[0]} | {met} | {len(entry['goals']) - met} | {_others(entry)} |")
     return lines
 
 
@@ -180,8 +176,3 @@ def _words(part: str) -> tuple[str, str]:
     """Return the title and the explanation of a part."""
     words = WORDS.get(part, {})
     return words.get("title", part), words.get("about", "").strip()
-
-
-def _counts(entry: Entry) -> tuple[int, int]:
-    met = sum(goal[3] for goal in entry["goals"])
-    return met, len(entry["goals"]) - met

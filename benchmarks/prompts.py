@@ -67,9 +67,8 @@ class Prompts:
         kept = len(prefix) + (1 if prefix else 0)
         text = " ".join(words)
         # Whole words may overshoot: remove characters from the end, never from the prefix.
-        while self.count(text) > tokens and len(text) > kept + 1:
-            over = self.count(text) - tokens
-            text = text[: max(kept + 1, len(text) - max(1, over))].rstrip() or text[: kept + 1]
+        while (over := self.count(text) - tokens) > 0 and len(text) > kept + 1:
+            text = text[: max(kept + 1, len(text) - over)].rstrip() or text[: kept + 1]
         return text
 
     def _words(self, rng: random.Random) -> Callable[[int], list[str]]:

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import checkpoint_folder
 from benchmarks.child_process import ROOT
+from contract.errors import EngineFailed
 
 NAME = "bench-160m"
 CHECKPOINT = ROOT / ".cache" / "bench" / NAME
@@ -72,13 +75,15 @@ def engine(precision: str = "bf16", of: Path | None = None) -> str:
     """Return the name of the engine of a checkpoint (the random one), built if needed, which takes some ten seconds.
 
     Its quality is not the question here: what a real model loses at this precision is accepted and recorded.
+    Raises EngineFailed: it cannot be built.
     """
     of = of or checkpoint()
     name = of.name if precision == "bf16" else f"{of.name}-{precision}"
     name = name if of == CHECKPOINT else f"bench-{name}"
     command = [sys.executable, "-m", "build.engine", "--engine", name, "--model", str(of), "--precision", precision]
     accepted = ["--accept-quality", "compared with other servers at this precision"]
-    subprocess.run([*command, *accepted], cwd=ROOT, check=True, stdout=sys.stderr)
+    if code := subprocess.run([*command, *accepted], cwd=ROOT, stdout=sys.stderr).returncode:
+        raise EngineFailed(f"no engine {name!r} could be built of {of}: build.engine ended with code {code}")
     return name
 
 
@@ -91,19 +96,16 @@ def named(name: str) -> str:
 
 
 def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Write random bf16 weights as safetensors: u64 header length, JSON header, the bytes of all tensors."""
-    random, header, end = np.random.default_rng(0), {}, 0
-    for name, shape in shapes.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (end, end + size)}
-        end += size
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            values = random.standard_normal(shape, dtype=np.float32)
-            values = values * 2 / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * values
-            file.write((values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes())
+    """Write random bf16 weights as safetensors."""
+    random = np.random.default_rng(0)
+
+    def values(shape: tuple[int, ...]) -> np.ndarray:
+        drawn = random.standard_normal(shape, dtype=np.float32)
+        return (drawn * 2 / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * drawn).astype(bfloat16)
+
+    unfinished = path.with_name("unfinished")  # the file is there only when it is whole
+    save_file({name: values(shape) for name, shape in shapes.items()}, unfinished)
+    unfinished.replace(path)
 
 
 def write_tokenizer(into: Path) -> None:

@@ -108,7 +108,7 @@ def of_run(run: Measurement) -> str:
     figures, workload = run.figures, run.workload
     conditions = run.conditions
     parts = [
-        f"{run.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
+        f"{run.name}: {workload['loop']}; {lengths(run)}",
         f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.cancelled} cancelled" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
@@ -130,6 +130,13 @@ def of_run(run: Measurement) -> str:
     marks = {True: "ok", False: "NOT OK", None: "-"}
     parts += [f"    {marks[check.ok]:>6}  {check.name}: {check.detail}" for check in run.checks]
     return "\n".join(parts)
+
+
+def lengths(run: Measurement) -> str:
+    """Describe prompts and answers; the server may count the prompts' tokens with another tokenizer than we did."""
+    counted = [record.input_tokens for record in run.records if record.input_tokens]
+    theirs = f" (median by the server's count {statistics.median(counted):g})" if counted else ""
+    return f"in {run.workload['input_tokens']}{theirs}, out {run.workload['output_tokens']}"
 
 
 def _all_in_warmup(run: Measurement) -> list[str]:

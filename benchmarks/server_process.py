@@ -19,6 +19,7 @@ from benchmarks.measurement import ServerUnderTest
 from contract.errors import EngineFailed
 
 IDLE_S, IDLE_SHARE = 0.5, 0.1
+REST_S = 120.0  # to wait for, at most
 ENGINES = Path(os.environ.get("TRIDENT_ENGINES_DIR") or ROOT / "engines")
 # The server's child command: prints where the server is, and ends when its standard input closes.
 _CHILD = (
@@ -47,8 +48,11 @@ def wait_for_rest(pid: int) -> None:
     """Wait until engine workers below process ``pid`` want no core: one that drafts loads its second pipeline late."""
     for one in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, OSError):
+            limit_s = time.monotonic() + REST_S
             while processes.role(one.cmdline()) == "engine worker" and _busy(one.pid) > IDLE_SHARE:
-                pass
+                if time.monotonic() > limit_s:
+                    print(f"engine worker {one.pid} still uses the CPU, after {REST_S:g} s", file=sys.stderr)
+                    break
 
 
 def _busy(pid: int) -> float:

@@ -119,8 +119,8 @@ def _active(metrics: Metrics) -> float:
 class GaugeWatch(Sampler):
     """Samples the gauges into ``samples``."""
 
-    def __init__(self, url: str, every_s: float = WATCH_EVERY_S) -> None:
-        super().__init__(every_s)
+    def __init__(self, url: str) -> None:
+        super().__init__(WATCH_EVERY_S)
         self.samples: list[tuple[float, dict[str, float]]] = []
         self._url = url
 

@@ -38,13 +38,10 @@ def reference_s(server: ServerUnderTest, folder: Path, engine: EngineManifest, r
     trials = reference(engine)
 
     async def measured(kept: Path) -> list[Outcome]:
-        target = EnsembleTarget(server.url)
-        try:
+        async with EnsembleTarget(server.url) as target:
             experiment = Experiment(engine, {}, target, Prompts.for_engine(folder), kept)
             await experiment.run(trials, rounds, time.monotonic() + MOST_S)
             return experiment.outcomes
-        finally:
-            await target.close()
 
     with TemporaryDirectory() as kept:
         return middle_s(asyncio.run(measured(Path(kept) / "points.jsonl")))

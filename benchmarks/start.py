@@ -31,7 +31,7 @@ IDLE, STREAM = "MiB: an idle replica", "MiB: a stream"
 
 def replica(url: str) -> list[psutil.Process]:
     """Return the living processes of a replica that we started: tritonserver, what is below it, and its supervisors."""
-    root = processes.listener(int(url.rpartition(":")[2]))
+    root = processes.listener(url)
     if root is None:
         raise EngineFailed(f"no process listens on {url}")
     server = psutil.Process(root)
@@ -46,8 +46,8 @@ def memory_mib(url: str) -> float:
 
 async def measured(server: ServerUnderTest, began_s: float, streams: int, number: int) -> dict[str, float]:
     """Return the figures of one replica, started at ``began_s``; it is given a load, then its engine is killed."""
-    target, prompts = EnsembleTarget(server.url, timings=False), Prompts.for_engine(server.engine_folder)
-    try:
+    prompts = Prompts.for_engine(server.engine_folder)
+    async with EnsembleTarget(server.url, timings=False) as target:
         await text(target, "The", 1)
         found = {START: time.monotonic() - began_s}
         await asyncio.to_thread(wait_for_rest, os.getpid())
@@ -68,8 +68,6 @@ async def measured(server: ServerUnderTest, began_s: float, streams: int, number
                         f"no token {RESTART_LIMIT_S:g} s after the engine was killed: {error}"
                     ) from error
                 await asyncio.sleep(0.05)
-    finally:
-        await target.close()
 
 
 def run(engine: str, streams: int, rounds: int, out: Path) -> int:

@@ -97,13 +97,14 @@ class Part:
 
 
 _PEERS = "--only trident,vllm,llama.cpp --duration 4"
-_REAL = "--model {model} --prompts text"
+_REAL, _RANDOM = "--model {model} --prompts text", "--model bench-160m"
+_LEVELS, _LEVELS_QUICK = "--concurrency 1,8,32", "--concurrency 1,8"
 _PEERS_QUICK = "--only trident,llama.cpp --concurrency 1,8 --duration 2"
 # What a reader chooses by first. Half an hour reaches all but the extras with one or two rounds, an hour all with two.
 PARTS = (
     Part("peers-8bit", "peers", f"{_REAL} --precision int8_sq {_PEERS}", 150, 105, 3, _PEERS_QUICK),
     Part("peers-bf16", "peers", f"{_REAL} {_PEERS}", 150, 105, 3, _PEERS_QUICK),
-    Part("efficiency", "efficiency", "--engines demo,{model} --concurrency 1,8,32", 60, 70, 3, "--concurrency 1,8"),
+    Part("efficiency", "efficiency", f"--engines demo,{{model}} {_LEVELS}", 60, 70, 3, _LEVELS_QUICK),
     Part("textbook", "textbook", "--tokens 96", 38, 24, 3, "--concurrency 8"),
     Part("ceiling", "textbook", "--step-ms 0 --concurrency 32,128,512 --tokens 64", 40, 25, 2, "--concurrency 32"),
     Part("mixed", "mixed", "--engine {model}", 20, 25, 3, "--streams 8 --duration 4"),
@@ -112,27 +113,9 @@ PARTS = (
     Part("relaying", "gateway", "--only latency,cost,workers --seconds 1.5", 30, 115, 2, "--without-peers --seconds 1"),
     Part("clients", "clients", "--requests 12 --rates 4", 25, 85, 3),
     Part("cancel", "cancel", "--engine demo", 60, quick="--samples 10", extra=True),
-    Part("peers-162m", "peers", f"--model bench-160m {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),
-    Part(
-        "peers-162m-8bit",
-        "peers",
-        f"--model bench-160m --precision int8 {_PEERS}",
-        180,
-        110,
-        2,
-        _PEERS_QUICK,
-        extra=True,
-    ),
-    Part(
-        "efficiency-162m",
-        "efficiency",
-        "--engines bench-160m --concurrency 1,8,32",
-        40,
-        60,
-        2,
-        "--concurrency 1,8",
-        extra=True,
-    ),
+    Part("peers-162m", "peers", f"{_RANDOM} {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),
+    Part("peers-162m-8bit", "peers", f"{_RANDOM} --precision int8 {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),
+    Part("efficiency-162m", "efficiency", f"--engines bench-160m {_LEVELS}", 40, 60, 2, _LEVELS_QUICK, extra=True),
     Part("hops", "hops", "", 40, 50, 2, "--concurrency 8 --tokens 64", extra=True),
     Part("limits", "gateway", "--only connections,burst", 200, quick="--streams 1000", extra=True),
     Part("sweep", "sweep", "--engine demo --duration 5", 60, quick="--concurrency 1,8 --duration 3", extra=True),

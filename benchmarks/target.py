@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
@@ -14,14 +14,27 @@ from clients import NO_RETRY, AsyncClient
 from clients.wire.request import build
 from contract.generation import TokenDelta
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class Target(Protocol):
+TIMEOUT_S = 120.0  # of a request
+
+
+class Target(ABC):
     """A server under load. Requests are never retried: a failure is a result."""
 
+    @abstractmethod
     async def send(self, request: PlannedRequest, record: Record) -> None:
         """Send one request and fill ``record`` with what comes back. Raises TridentError."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027 - not every target holds a connection
+        """Close the connections."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
 
 
 class DeltaStream(Protocol):
@@ -33,15 +46,12 @@ class DeltaStream(Protocol):
         """Cancel the request if it still runs."""
 
 
-class DeltaTarget(ABC):
+class DeltaTarget(Target):
     """A target whose answers are streams of TokenDeltas."""
 
     @abstractmethod
     def open(self, request: PlannedRequest) -> DeltaStream:
         """Return the answer; closing the iterator cancels the request. Raises TridentError."""
-
-    async def close(self) -> None:  # noqa: B027 - not every target holds a connection
-        """Close the connections."""
 
     async def send(self, request: PlannedRequest, record: Record) -> None:
         """As ``Target.send``; cancel after ``request.cancel_after_tokens``."""
@@ -66,8 +76,8 @@ class DeltaTarget(ABC):
 class EnsembleTarget(DeltaTarget):
     """An ensemble over KServe gRPC, by one client of the library. model: "" for the client's choice."""
 
-    def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True, model: str = "") -> None:
-        self._url, self._timeout_s, self._timings, self._model = url, timeout_s, timings, model
+    def __init__(self, url: str, timings: bool = True, model: str = "") -> None:
+        self._url, self._timings, self._model = url, timings, model
         self._client: AsyncClient | None = None  # made in the event loop that uses it
 
     def open(self, request: PlannedRequest) -> DeltaStream:
@@ -78,7 +88,7 @@ class EnsembleTarget(DeltaTarget):
             temperature=0.0,
             ignore_eos=request.ignore_eos,
             stream=request.stream,
-            timeout_s=self._timeout_s,
+            timeout_s=TIMEOUT_S,
         )
         return self._client.open(built, timings=self._timings)
 

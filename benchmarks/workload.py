@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.arrivals import Arrival, Arrivals
+from benchmarks.arrivals import Arrival, Arrivals, Trace
 from benchmarks.lengths import Fixed, Lengths
 from benchmarks.prompts import PromptSource
 from contract.errors import InvalidArgument
@@ -73,6 +73,10 @@ class Workload:
             raise InvalidArgument("cancel_fraction", f"must be between 0 and 1, got {self.cancel_fraction}")
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0) or self.prefix_groups < 0:
             raise InvalidArgument("prefix_groups", "prefix_groups and prefix_tokens must be set together")
+        drawn = None if isinstance(self.arrivals, Trace) else self.input_tokens  # a trace has lengths of its own
+        if isinstance(drawn, Fixed) and self.prefix_tokens >= drawn.tokens:
+            allowed = f"must be fewer than input_tokens, {drawn.tokens}, which hold them"
+            raise InvalidArgument("prefix_tokens", f"{allowed}; got {self.prefix_tokens}")
 
     def schedule(self, duration_s: float) -> Iterator[Arrival]:
         """Yield the arrivals of an open loop."""

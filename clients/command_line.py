@@ -14,7 +14,7 @@ from clients import chat, demo, exits, terminal
 from clients.async_client import AsyncClient
 from clients.wire import status
 from clients.wire.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
-from clients.wire.retries import RetryPolicy
+from clients.wire.retries import RetryBudget, RetryPolicy
 from contract import interpreter
 from contract.errors import InvalidArgument, PermissionDenied, TridentError
 
@@ -187,9 +187,8 @@ def client_for(args: argparse.Namespace) -> AsyncClient:
     if args.retries < 0:
         raise InvalidArgument("--retries", f"must be 0 or more, got {args.retries}")
     key = os.environ.get("TRIDENT_API_KEY", "") if args.api_key is None else args.api_key
-    return AsyncClient(
-        args.url, model=args.model, tls=tls, api_key=key, metadata=headers, retry=RetryPolicy(attempts=args.retries + 1)
-    )
+    retry, budget = RetryPolicy(attempts=args.retries + 1), RetryBudget(reserve=max(RetryBudget.reserve, args.retries))
+    return AsyncClient(args.url, model=args.model, tls=tls, api_key=key, metadata=headers, retry=retry, budget=budget)
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

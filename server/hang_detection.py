@@ -14,7 +14,9 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from contract.backend_settings import Settings
 from contract.errors import TridentError
 from contract.watchdog import Watchdog, cpu_s
 from server.admin import fetch
@@ -23,11 +25,6 @@ from server.stubs import Stub
 POLL_INTERVAL_S = 0.5
 MAX_BYTES = 4096
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-
-def socket_name(control_socket: str) -> str:
-    """Return the name of the abstract unix datagram socket that stubs send heartbeats to."""
-    return f"{control_socket}-supervisor"
 
 
 @dataclass
@@ -68,7 +65,7 @@ class HeartbeatListener:
         try:
             self._socket.setblocking(False)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._socket.bind(f"\0{socket_name(control_socket)}")
+            self._socket.bind(f"\0{Settings(Path(), control_socket).supervisor_socket}")
         except OSError:
             self._socket.close()
             raise

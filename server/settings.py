@@ -70,8 +70,7 @@ class Settings(EnvironmentSettings):
     )
     engines_dir: AbsolutePath = Field(default=ROOT / "engines", description="folder of built engines")
     tritonserver: AbsolutePath | None = Field(
-        default=None,
-        description="folder with bin/tritonserver; unset: /opt/tritonserver if it exists, else the wheel",
+        default=None, description="folder with bin/tritonserver; unset: /opt/tritonserver if it exists, else the wheel"
     )
     state_dir: AbsolutePath = Field(
         default=ROOT / ".triton", description="folder of backend links, logs and status files"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -69,11 +70,14 @@ def write(file: Path, status: Status) -> None:
 
 
 def read(file: Path) -> Status | None:
-    """Read the status in ``file``, with state "dead" or "hung" if its supervisor is; None if there is no file."""
+    """Read the status in ``file``, with state "dead" or "hung" if its supervisor is; None if there is none."""
     try:
         status = Status(**json.loads(file.read_text()))
         silent_s = time.time() - file.stat().st_mtime
     except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:  # cut off, or of another version
+        print(f"no status in {file}: {error}", file=sys.stderr)
         return None
     if status.state == State.FAILED.value:
         return status

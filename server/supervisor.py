@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import TextIO
 
 from contract import backend_settings, manifest, step_model
 from contract.errors import TridentError
@@ -43,24 +42,14 @@ from server.settings import Settings
 
 ABORT_S = 3.0
 ANY_INSTANCE = -1  # for events that belong to no server instance: signals, the child command's exit
-STOP_SIGNALS = {
-    signal.SIGINT: "interrupted",
-    signal.SIGTERM: "terminated",
-    signal.SIGHUP: "terminal closed",
-}
+STOP_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminal closed"}
 
 
 class Supervisor:
-    """Supervisor of one server.
+    """Supervisor of one server. The message of a ready server goes to standard output, the rest to standard error."""
 
-    out: receives the message of a ready server.
-    err: receives progress, logs and errors.
-    """
-
-    def __init__(self, settings: Settings, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._out = out
-        self._err = err
         self._shm_prefix = shared_memory.prefix(settings.grpc_port, os.getpid())
         self._status_file = status.path(settings.state_dir, settings.grpc_port)
         self._log = triton_log.path(settings.state_dir, settings.grpc_port)
@@ -219,7 +208,7 @@ class Supervisor:
         except TridentError as error:  # another process has filled /dev/shm
             report(recovery.StartFailed(str(error)))
             return
-        async with progress.show(f"starting tritonserver with engine {self._settings.engine}", self._err):
+        async with progress.show(f"starting tritonserver with engine {self._settings.engine}", sys.stderr):
             event = await instance.start()
         if isinstance(event, recovery.StartFailed):
             await instance.stop()
@@ -257,7 +246,7 @@ class Supervisor:
         if self._instance is None or not self._instance.is_serving:
             return code
         drain_s = self._settings.drain_s
-        async with progress.show(f"draining for up to {drain_s:g} s; the same signal again stops at once", self._err):
+        async with progress.show(f"draining for up to {drain_s:g} s; the same signal again stops at once", sys.stderr):
             result = await self._drain(self._instance, drain_s, "the server is shutting down")
             await self._instance.stop(terminate=result is not DrainResult.CUT_OFF)
         self._print(f"stopped; {result.value}")
@@ -273,7 +262,7 @@ class Supervisor:
         """Start the child command, or print the endpoints, when the server is ready for the first time."""
         self._announced = True
         if not command:
-            print(ready_message(self._settings, self._pipeline.name), file=self._out, flush=True)
+            print(ready_message(self._settings, self._pipeline.name), flush=True)
             return
         variables = {
             "TRIDENT_URL": self._settings.grpc_url,
@@ -321,7 +310,7 @@ class Supervisor:
             self._print(record.reason)
 
     def _print(self, text: str) -> None:
-        print(f"trident: {text}", file=self._err, flush=True)
+        print(f"trident: {text}", file=sys.stderr, flush=True)
 
     def _renew_status(self) -> None:
         with contextlib.suppress(OSError):

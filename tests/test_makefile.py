@@ -136,6 +136,41 @@ def test_benchmarks_keep_the_small_model(environment_folder, tmp_path):
     assert engines_of(calls) == ["demo", "demo"] and "--otherwise" not in calls[0][0]
 
 
+def test_benchmarks_measure_the_engine_that_was_built(environment_folder):
+    def asked(*arguments: str) -> list[str]:
+        return make(environment_folder, *arguments)[-1][0][2:]
+
+    assert asked("bench-efficiency") == ["efficiency"] and asked("bench-peers") == ["peers"]
+    assert asked("bench-efficiency", "ENGINE=mine") == ["efficiency", "--engines", "mine"]
+    assert asked("bench-peers", "MODEL=/x/it's mine", "PRECISION=int8") == [
+        *("peers", "--model", "/x/it's mine"),
+        *("--precision", "int8"),
+    ]
+    assert len(make(environment_folder, "bench-gateway")) == 1  # it measures no engine
+
+
+def test_a_sweep_that_fails_fails_and_one_with_a_doubt_is_drawn(environment_folder, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    for name in (".installed", ".bench-installed"):
+        (tmp_path / name).touch()
+    for code, drawn in ((0, True), (3, True), (1, False)):
+        python.write_text(f'#!/bin/sh\necho "$3" >> {tmp_path}/verbs\n[ "$3" != sweep ] || exit {code}\n')
+        python.chmod(0o755)
+        (tmp_path / "verbs").write_text("")
+        ran = subprocess.run(["make", "-s", "bench", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, timeout=60)
+        assert (ran.returncode == 0) is drawn
+        assert ("plot" in (tmp_path / "verbs").read_text().split()) is drawn
+
+
+def test_a_dry_run_builds_nothing(environment_folder):
+    (environment_folder / "calls").write_text("")
+    for engine in ("one", "one,two"):
+        command = ["make", "-n", "build-engine", f"ENGINE={engine}", f"VENV={environment_folder}"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert not (environment_folder / "calls").read_text()
+
+
 def test_chat_talks_to_the_port_that_serve_was_given(environment_folder):
     for arguments, environment in (
         (["GRPC_PORT=18401"], {}),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from benchmarks.arrivals import Phases
 from benchmarks.driver import Extent
+from benchmarks.figures import spread
 from benchmarks.gateway import load_test
 from benchmarks.gateway.contenders import Contender
-from benchmarks.gateway.load_test import spread, ttft_ms
+from benchmarks.gateway.load_test import ttft_ms
 from benchmarks.gateway.script import Pace
 from benchmarks.lengths import Fixed
 from benchmarks.record import Record
@@ -62,7 +63,7 @@ def measure(contender: Contender, protocol: str) -> Burst:
     before = _sent_between(found.records, zero_s + SETTLED_S, zero_s + BEFORE_S)
     burst = _sent_between(found.records, zero_s + BEFORE_S, zero_s + end_s)
     refused = [record for record in burst if record.error_type == "Overloaded"]
-    before_ms = spread(ttft_ms(before))["p50"]
+    before_ms = spread(ttft_ms(before)).p50
     return Burst(
         protocol,
         len(burst) / BURST_S,
@@ -73,8 +74,8 @@ def measure(contender: Contender, protocol: str) -> Burst:
         found.errors,
         found.alive,
         before_ms,
-        spread(ttft_ms(burst))["p99"],
-        spread([(record.ended_s - record.sent_s) * 1e3 for record in refused])["p99"],
+        spread(ttft_ms(burst)).p99,
+        spread([(record.ended_s - record.sent_s) * 1e3 for record in refused]).p99,
         recovered_s(found.records, before_ms, zero_s + end_s, zero_s + end_s + AFTER_S),
         found.rss_before_bytes / 2**20,
         found.peak_rss_bytes / 2**20,
@@ -86,7 +87,7 @@ def recovered_s(records: Sequence[Record], before_ms: float, end_s: float, last_
     good_from_s = at_s = end_s
     while at_s + WINDOW_S <= last_s:
         window = _sent_between(records, at_s, at_s + WINDOW_S)
-        slow = spread(ttft_ms(window))["p50"] > before_ms + SLACK_MS
+        slow = spread(ttft_ms(window)).p50 > before_ms + SLACK_MS
         if slow or not all(record.ok for record in window):
             good_from_s = at_s + WINDOW_S
         at_s += WINDOW_S

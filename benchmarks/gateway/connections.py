@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from benchmarks.arrivals import Arrival, Trace
 from benchmarks.driver import Extent
+from benchmarks.figures import spread
 from benchmarks.gateway import load_test
 from benchmarks.gateway.contenders import Contender
-from benchmarks.gateway.load_test import spread
 from benchmarks.gateway.script import Pace
 from benchmarks.lengths import Fixed
 from benchmarks.workload import Workload
@@ -66,9 +66,9 @@ def measure(
         found.us_per_token,
         found.rss_before_bytes / 2**20,
         found.peak_rss_bytes / 2**20,
-        spread(found.ttft_ms)["p50"] - gap_s * 1e3,
-        transit["p50"],
-        transit["p99"],
+        spread(found.ttft_ms).p50 - gap_s * 1e3,
+        transit.p50,
+        transit.p99,
     )
 
 

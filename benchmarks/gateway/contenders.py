@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from benchmarks.child_process import ROOT, first_line, process
 from benchmarks.environments import Environment
 from benchmarks.processes import Use
 from contract.errors import EngineFailed, Unavailable
+from server import ports
 
 GATEWAY, BARE = "gateway", "bare relay"
 LITELLM, FASTAPI, ENVOY = "LiteLLM proxy", "FastAPI relay", "Envoy"
@@ -228,9 +228,7 @@ def _announced(child: subprocess.Popen[str], log: Path) -> dict[str, str]:
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{ports.free(1)[0]}"
 
 
 def _wait(url: str, path: str, child: subprocess.Popen[str], log: Path) -> None:

@@ -9,6 +9,7 @@ import grpc.aio
 
 from benchmarks.gateway import script
 from benchmarks.record import Record
+from benchmarks.target import Target
 from benchmarks.workload import PlannedRequest
 from clients.wire import failures, infer_request
 from clients.wire.request import build
@@ -19,7 +20,7 @@ _ERROR_TAG = 0x0A  # ModelStreamInferResponse.error_message
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 
 
-class GrpcTarget:
+class GrpcTarget(Target):
     """A KServe gRPC server of scripted tokens; the streams share ``connections`` connections."""
 
     def __init__(self, url: str, connections: int = 4, api_key: str = "") -> None:

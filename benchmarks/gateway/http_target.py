@@ -15,6 +15,7 @@ from typing import cast
 from benchmarks.gateway import script
 from benchmarks.openai_target import http_error
 from benchmarks.record import Record
+from benchmarks.target import Target
 from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, TridentError, Unavailable
 
@@ -25,7 +26,7 @@ _DONE, _LAST_CHUNK = b"data: [DONE]", b"0\r\n\r\n"
 SOURCES = 4  # loopback addresses that connections come from, so that no address runs out of ports
 
 
-class HttpTarget:
+class HttpTarget(Target):
     """An OpenAI-compatible server of scripted tokens.
 
     url: HOST:PORT.

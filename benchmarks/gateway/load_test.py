@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks import figures
 from benchmarks.driver import Extent, LoadResult, Share
 from benchmarks.gateway.contenders import Contender
 from benchmarks.gateway.grpc_target import GrpcTarget
@@ -144,9 +143,3 @@ class _Watch(Sampler):
 def ttft_ms(records: Sequence[Record]) -> list[float]:
     """Milliseconds from the actual send to the first token, of requests that got one."""
     return [seconds * 1e3 for record in records if (seconds := record.ttft_from_send_s) is not None]
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99 and max; nan without values."""
-    found = figures.spread(values)
-    return {"p50": found.p50, "p99": found.p99, "max": found.max}

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks import report
 from benchmarks.driver import Extent
+from benchmarks.figures import spread
 from benchmarks.gateway import load_test
 from benchmarks.gateway.contenders import Contender
-from benchmarks.gateway.load_test import spread
 from benchmarks.gateway.script import Pace
 from benchmarks.generator_processes import Load
 from benchmarks.lengths import Fixed
@@ -89,8 +89,8 @@ class Relayed:
         self.errors = dict(Counter(self.errors) + Counter(found.errors) + Counter(Overloaded=len(found.refused)))
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields, with p50, p99 and max in place of the latencies."""
-        spreads = {name: spread(getattr(self, name)) for name in LATENCIES}
+        """Return the fields, with the spreads in place of the latencies."""
+        spreads = {name: asdict(spread(getattr(self, name))) for name in LATENCIES}
         return asdict(self) | {"us_per_token": self.us_per_token} | spreads
 
 
@@ -124,7 +124,8 @@ def _load(path: RelayPath, streams: int, paced: bool, seconds: float, seed: int)
 def added_ms(rows: Sequence[Relayed], row: Relayed, figure: str, quantile: str) -> float:
     """Return a quantile of a contender's figure minus that of the direct path under the same load."""
     [direct] = [r for r in rows if r.path == row.direct and (r.streams, r.paced) == (row.streams, row.paced)]
-    return spread(getattr(row, figure))[quantile] - spread(getattr(direct, figure))[quantile]
+    of, without = (getattr(spread(getattr(one, figure)), quantile) for one in (row, direct))
+    return of - without
 
 
 def scalings(rows: Sequence[Relayed], row: Relayed, base: str, workers: int) -> list[float]:
@@ -153,7 +154,7 @@ def described(rows: Sequence[Relayed]) -> str:
         load = f"{row.streams}, {'50/s each' if row.paced else 'unpaced'}"
         tokens_per_s = report.number(row.tokens / max(row.wall_s, 1e-9), 0)
         spreads = [spread(getattr(row, figure)) for figure in LATENCIES]
-        values = [report.number(one[quantile], 2) for one in spreads for quantile in ("p50", "p99")]
+        values = [report.number(ms, 2) for one in spreads for ms in (one.p50, one.p99)]
         added = ["", "", "", ""]
         if row.direct and row.paced:
             pairs = ((figure, quantile) for figure in LATENCIES[:2] for quantile in ("p50", "p99"))

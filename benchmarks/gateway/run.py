@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import figures, machine, report
-from benchmarks.gateway import burst, connections, contenders, load_test, relaying
+from benchmarks.gateway import burst, connections, contenders, relaying
 from benchmarks.gateway.burst import Burst
 from benchmarks.gateway.connections import Connections
 from benchmarks.gateway.contenders import BARE, ENVOY, FASTAPI, GATEWAY, LITELLM, Contender
@@ -148,10 +148,7 @@ def worker_paths(logs: Path) -> Iterator[list[RelayPath]]:
 
 
 def goals(
-    relayed: Sequence[Relayed],
-    results: Sequence[Connections],
-    bursts: Sequence[Burst],
-    scaled: Sequence[Relayed] = (),
+    relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst], scaled: Sequence[Relayed] = ()
 ) -> list[report.Goal]:
     """Compare the gateway's figures with its goals; peers have none. scaled: of ``worker_paths``."""
     out: list[report.Goal] = []
@@ -193,8 +190,9 @@ def compared(
     """Return what ``benchmarks.suite`` compares."""
     found: dict[str, list[float]] = {}
     for row in relayed:
+        ttft = figures.spread(row.ttft_ms)
         for quantile in ("p50", "p99") if row.paced else ():
-            found[f"TTFT {quantile}, ms: {row.path}, {row.streams} paced"] = [load_test.spread(row.ttft_ms)[quantile]]
+            found[f"TTFT {quantile}, ms: {row.path}, {row.streams} paced"] = [getattr(ttft, quantile)]
     for rows in (relayed, scaled):
         for row in rows:
             name, _, protocol = row.path.rpartition(", ")

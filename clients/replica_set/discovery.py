@@ -54,8 +54,9 @@ class Dns:
     async def replicas(self) -> tuple[str, ...]:
         try:
             addresses = await self._resolve(self._name, self._port)
-        except OSError as exc:
-            raise Unavailable(f"the name {self._name!r} does not resolve: {exc.strerror or exc}") from exc
+        except (OSError, UnicodeError) as exc:  # UnicodeError: a label that is empty or too long
+            problem = getattr(exc, "strerror", None) or exc
+            raise Unavailable(f"the name {self._name!r} does not resolve: {problem}") from exc
         found = _clean(
             f"[{address}]:{self._port}" if ":" in address else f"{address}:{self._port}" for address in addresses
         )

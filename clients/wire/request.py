@@ -30,11 +30,7 @@ _JSON: dict[str, tuple[Any, str]] = {
 }
 _SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs", "prompt_log_probs"})
 # Arguments by the names that a valid request's checks have for them.
-_NAMES = {
-    "text_input": "prompt",
-    "guided_decoding_guide_type": "guide.kind",
-    "guided_decoding_guide": "guide.text",
-}
+_NAMES = {"text_input": "prompt", "guided_decoding_guide_type": "guide.kind", "guided_decoding_guide": "guide.text"}
 
 
 def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> GenerationRequest:

@@ -61,5 +61,8 @@ def test_loads_are_measured_in_turns_and_a_client_that_cannot_run_is_told(replic
     assert [one["load"] for one in kept["comparisons"]] == ["2 at once", "50 a second"] and len(kept["goals"]) == 4
     assert agreement.run(["AIPerf"], "none", "", (2,), (), 4, 1, False, tmp_path) == 1
     assert "skipped: AIPerf: no AIPerf today" in capsys.readouterr().out
+    for client, url in (("perf_analyzer", "http://127.0.0.1:9000"), ("AIPerf", server.url)):
+        with pytest.raises(InvalidArgument, match=f"url: must be HOST:PORT for perf_analyzer, .* got '{url}'"):
+            agreement.run([client], "none", url, (2,), (), 4, 1, False, tmp_path)
     with pytest.raises(InvalidArgument, match="only: must be of perf_analyzer, AIPerf, got 'x'"):
         agreement.run(["x"], "none", "", (2,), (), 4, 1, False, tmp_path)

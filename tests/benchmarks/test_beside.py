@@ -33,7 +33,11 @@ class Scripted:
 
 
 class Words:
+    def __init__(self, target):
+        self._target = target
+
     def text(self, rng, tokens, prefix=""):
+        self._target.used_s += 0.5  # must not count as the server's
         return " ".join([str(rng.random())] * tokens)
 
 
@@ -41,7 +45,7 @@ class Words:
 def test_requests_messages_and_steps_are_told_apart(slots):
     target, costs = Scripted(), Costs()
     for _ in range(2):
-        asyncio.run(costs.measure(target, Words(), random.Random(0), lambda: target.used_s, beside.TOKENS, slots))
+        asyncio.run(costs.measure(target, Words(target), random.Random(0), lambda: target.used_s, beside.TOKENS, slots))
     assert costs.solved() == pytest.approx(COSTS)
     assert costs.ttft_s == pytest.approx([0.02] * len(costs.ttft_s))
 

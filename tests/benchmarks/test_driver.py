@@ -43,7 +43,7 @@ async def test_nothing_is_sent_before_instant_zero(monkeypatch):
     async with FakeReplica(paced()) as server:
         target = EnsembleTarget(server.url)
         for load in (Workload(3, None, Fixed(7), Fixed(5)), Workload(arrivals=ALL_AT_ONCE)):
-            result = await driver.drive(load, target, Prompts(), COUNT, started_s=started_s)
+            result = await driver.drive(load, target, Prompts(), COUNT, start=lambda: started_s)
             assert result.records and all(record.sent_s >= started_s for record in result.records)
         await target.close()
 
@@ -118,7 +118,8 @@ async def test_latency_counts_from_the_intended_instant_also_when_the_generator_
 
 async def test_the_lag_of_a_loop_that_is_blocked_until_the_end_is_counted():
     overdue_s = time.monotonic() - 1.0  # no request is waited for: all are sent in one turn of the loop
-    result = await driver.drive(Workload(arrivals=ALL_AT_ONCE), BlockingTarget(), Prompts(), COUNT, started_s=overdue_s)
+    load = Workload(arrivals=ALL_AT_ONCE)
+    result = await driver.drive(load, BlockingTarget(), Prompts(), COUNT, start=lambda: overdue_s)
     assert max(result.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
 
 

@@ -1,3 +1,6 @@
+import contextlib
+import dataclasses
+import sys
 from functools import partial
 
 import pytest
@@ -44,10 +47,39 @@ def test_loads_of_their_own_run_together_while_a_context_is_open(replica):
     assert first.started_s == second.started_s
 
 
+class NotedPrompts(Prompts):
+    def __init__(self, notes):
+        super().__init__()
+        self._notes = notes
+
+    def text(self, rng, tokens, prefix=""):
+        with self._notes.open("a") as notes:
+            notes.write("made\n")
+        return super().text(rng, tokens, prefix)
+
+
+def test_prompts_are_made_before_the_load_begins(replica, tmp_path):
+    made = []
+
+    class Watch(contextlib.nullcontext):
+        def __enter__(self):
+            made.extend((tmp_path / "notes").read_text().split())
+
+    one = dataclasses.replace(load(replica().url), prompts=partial(NotedPrompts, tmp_path / "notes"))
+    generator_processes.run_apart([(one, Share(nth, 2)) for nth in range(2)], while_running=Watch())
+    assert made == ["made"] * 12
+
+
 def test_a_generator_that_fails_is_an_error(replica):
     broken = Load(Workload(1), Extent(None, 0.0, 1), partial(int, "x"), Prompts)
     with pytest.raises(EngineFailed, match="ended with code 1"):
         generator_processes.run_apart([(broken, Share())])
+
+
+def test_a_generator_that_ends_without_a_result_is_an_error(replica):
+    ended = dataclasses.replace(load(replica().url), prompts=partial(sys.exit, 0))
+    with pytest.raises(EngineFailed, match="ended with code 0"):
+        generator_processes.run_apart([(ended, Share())], timeout_s=5)
 
 
 def test_a_load_that_takes_too_long_is_an_error(replica):

@@ -2,21 +2,12 @@
 
 import json
 
-import pytest
-
 from benchmarks import measurement
 from benchmarks.driver import Extent
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.record import Record
 from benchmarks.workload import Workload
-
-
-@pytest.mark.parametrize(
-    ("url", "local"), [("127.0.0.1:8001", True), ("[::1]:1", True), ("10.0.0.1:8001", False), ("localhost", False)]
-)
-def test_processes_are_looked_for_on_this_machine_only(url, local):
-    assert measurement._is_local(url) is local
 
 
 def test_a_run_without_metrics_has_every_record_and_is_kept_whole(replica, tmp_path):

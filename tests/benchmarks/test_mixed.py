@@ -19,6 +19,15 @@ async def test_a_phase_tells_the_gaps_of_the_streams_and_the_first_token_of_long
         found = await mixed.phase(ServerUnderTest(server.url), Prompts(), 2, 300, 0.4, 1)
         assert found["ITL p50, ms"] >= 10 and found[mixed.RATIO] >= 1 and found["tokens/s"] > 10
         assert found["TTFT of long prompts p50, ms"] >= 10 and found["long prompts"] >= 1
+        started, streams_when_made = server.counts.started, []
+
+        class Noted(Prompts):
+            def text(self, rng, tokens, prefix=""):
+                streams_when_made.extend([server.counts.started - started] * (tokens == 300))
+                return super().text(rng, tokens, prefix)
+
+        await mixed.phase(ServerUnderTest(server.url), Noted(), 1, 300, 0.0, 1)
+        assert set(streams_when_made) == {0}  # making a long prompt while streams are read would delay them
         alone = await mixed.phase(ServerUnderTest(server.url), Prompts(), 2, 0, 0.4, 1)
         assert "long prompts" not in alone
     with pytest.raises(Unavailable):

@@ -89,6 +89,22 @@ async def test_an_error_event_a_cut_stream_and_an_http_error_raise():
                 await read(url)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        event("a", "eos_token"),
+        ["a list"],
+        event("a", "stop", usage={"prompt_tokens": 1}),
+        {"choices": ["text"]},
+        event("a", "stop", usage=3),
+    ],
+)
+async def test_an_answer_that_is_not_as_openais_is_a_failed_request(odd):
+    async with server(odd) as (url, _):
+        with pytest.raises(EngineFailed, match="no completion of OpenAI's"):
+            await read(url)
+
+
 async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port):
     with pytest.raises(Unavailable, match=f"127.0.0.1:{unused_tcp_port}"):
         await read(f"http://127.0.0.1:{unused_tcp_port}")

@@ -1,10 +1,12 @@
 """What the peers get: the same checkpoint in the form each of them reads. tests/benchmarks/test_peers.py runs them."""
 
 import json
+import math
+import socket
 
 import pytest
 
-from benchmarks import machine, peer_servers
+from benchmarks import machine, peer_servers, random_model
 from benchmarks.peer_servers import Subject
 from contract.errors import EngineFailed, InvalidArgument
 
@@ -28,13 +30,61 @@ def test_an_endless_checkpoint_has_no_end_tokens_and_the_same_weights(monkeypatc
     assert peer_servers.endless(demo) == folder  # again, over the first
 
 
+def test_checkpoints_of_one_name_in_different_folders_have_their_own_copies(monkeypatch, tmp_path):
+    monkeypatch.setattr(peer_servers, "FOLDER", tmp_path / "peers")
+    copies = []
+    for run, rows in (("a", 4), ("b", 6)):
+        folder = tmp_path / run / "final"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        random_model.write_weights(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (rows, 8)})
+        copies.append(peer_servers.eight_bits(Subject("final", folder, "final", "int8", 512)) / "model.safetensors")
+    assert copies[0].read_bytes() != copies[1].read_bytes()
+
+
+def test_a_conversion_that_fails_leaves_no_file_to_serve(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+
+    class Environment:
+        def program(self, name):
+            return python
+
+    monkeypatch.setattr(peer_servers, "FOLDER", tmp_path / "peers")
+    monkeypatch.setattr(peer_servers, "_LLAMA", Environment())
+    (tmp_path / "model.safetensors").touch()
+    subject = Subject("small", tmp_path, "small", "bf16", 512)
+    for text, code in (("half", 1), ("whole", 0)):
+        python.write_text(f'#!/bin/sh\nprintf {text} > "$3"; exit {code}\n')
+        python.chmod(0o755)
+        if code:
+            with pytest.raises(EngineFailed, match="cannot write the GGUF of small"):
+                peer_servers.gguf(subject)
+    assert peer_servers.gguf(subject).read_text() == "whole"
+
+
+def test_of_a_server_elsewhere_no_process_of_this_machine_is_measured(tmp_path):
+    subject = Subject("small", tmp_path, "small", "bf16", 512)
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        here, elsewhere = (
+            peer_servers.attached(peer_servers.by_hand(f"http://{host}:{ours.getsockname()[1]}"), subject).use()
+            for host in ("127.0.0.1", "192.0.2.1")
+        )
+    assert here.cpu_s > 0 and math.isnan(elsewhere.cpu_s)
+
+
+@pytest.mark.parametrize("url", ["https://h:1", "http://h:80/", "http://h:80/v1", "http://[::1]:8000", "http://h"])
+def test_an_address_of_another_form_is_refused(url):
+    with pytest.raises(InvalidArgument, match="also: must be of http://HOST:PORT"):
+        peer_servers.by_hand(url)
+
+
 def test_every_peer_serves_the_subject_at_the_port_it_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_servers, "gguf", lambda of: tmp_path / "a.gguf")
-    subject = Subject("small", tmp_path, "small", "bf16", "f16", 512)
+    subject = Subject("small", tmp_path, "small", "bf16", 512)
     for name in ("trident", "trident-openai", "vllm"):
         assert "17000" in peer_servers.PEERS[name].command(subject, 17_000)
     for precision in peer_servers.EIGHT_BITS:
-        eight_bits = Subject("small", tmp_path, "small", precision, "u8", 512)
+        eight_bits = Subject("small", tmp_path, "small", precision, 512)
         for flags in ({"avx2"}, {"avx2", "amx_tile"}):  # it crashes with them on AMX alone
             monkeypatch.setattr(machine, "cpu_flags", lambda flags=flags: flags)
             command = peer_servers.PEERS["llama.cpp"].command(eight_bits, 17_000)

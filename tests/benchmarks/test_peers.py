@@ -46,7 +46,7 @@ def fake_peer(name, script=SERVER, says="a", **more):
 
 @pytest.fixture
 def subject(tmp_path):
-    return Subject("small", tmp_path, "demo", "f32", "f32", 64)
+    return Subject("small", tmp_path, "demo", "f32", 64)
 
 
 def plan(subject, **changes):
@@ -73,9 +73,11 @@ def test_servers_that_start_are_measured_and_the_others_are_skipped_with_a_reaso
 ):
     dying = fake_peer("dying", "import sys; sys.exit('fatal error: no such weights')")
     missing = fake_peer("missing", environment=Environment("nothing", (), (("no-such-program",),)))
-    install(monkeypatch, fake_peer("one"), fake_peer("two", says="b"), dying, missing)
+    reads = 'request = json.loads(self.rfile.read(int(self.headers["content-length"])))'
+    short = fake_peer("short", SERVER.replace(reads, f"{reads}; assert request['max_tokens'] == 1"))
+    install(monkeypatch, fake_peer("one"), fake_peer("two", says="b"), dying, missing, short)
     monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
-    assert peers.run(["one", "two", "dying", "missing"], plan(subject), tmp_path / "out") == 0
+    assert peers.run(["one", "two", "short", "dying", "missing"], plan(subject), tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert {(one["peer"], one["concurrency"]) for one in found["rounds"]} == {
         (name, level) for name in ("one", "two") for level in (1, 2)
@@ -86,6 +88,7 @@ def test_servers_that_start_are_measured_and_the_others_are_skipped_with_a_reaso
     assert found["results"]["one"]["alone"] == ["a" * 4] * 8 and found["results"]["two"]["load_s"] > 0
     assert len(found["compared"]["tokens/s: one, 2"]["values"]) == 1
     assert "code 1: fatal error: no such weights" in found["skipped"]["dying"]
+    assert "short" in found["skipped"] and "short" not in found["results"]  # of what it was to answer, only one token
     assert "no-such-program" in found["skipped"]["missing"]
     shown = capsys.readouterr().out
     assert "8 of 8" in shown and "0 of 8" in shown  # the texts of "two" differ from the reference
@@ -165,6 +168,25 @@ def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
         peer_servers.subject("huge")
 
 
+def test_what_no_server_can_take_is_refused_before_servers_are_installed(monkeypatch, subject, tmp_path, capsys):
+    install(monkeypatch, fake_peer("missing", environment=Environment("nothing", (), (("no-such-program",),))))
+    monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
+    for changes, also, match in (
+        ({"input": "62"}, (), "input: must be, with the output, at most the 64 tokens that small takes; got up to 66"),
+        ({"input": "lognormal:8,1"}, (), "input: must be, .* got up to 1000004"),
+        ({}, ("http://h:80/v1",), "also: must be of http://HOST:PORT"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            peers.run(["missing"], plan(subject, **changes), tmp_path, also)
+    assert not capsys.readouterr().err
+
+
+def test_servers_get_the_context_that_the_lengths_take(subject):
+    large = dataclasses.replace(subject, max_len=8192)
+    for lengths, max_len in (("8", 1024), ("2000", 2040), ("8160", 8192)):
+        assert peers._fitted(plan(large, input=lengths)).subject.max_len == max_len
+
+
 def test_an_endless_checkpoint_has_everything_but_its_end_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_servers, "FOLDER", tmp_path / "peers")
     source = tmp_path / "source"
@@ -174,7 +196,7 @@ def test_an_endless_checkpoint_has_everything_but_its_end_tokens(tmp_path, monke
     for name in ("model.safetensors", "tokenizer.json", "README.md"):
         (source / name).write_text(name)
     for _ in range(2):
-        folder = peer_servers.endless(Subject("s", source, "s", "f32", "f32", 1))
+        folder = peer_servers.endless(Subject("s", source, "s", "f32", 1))
     assert {file.name for file in folder.iterdir()} == {file.name for file in source.iterdir()} - {"README.md"}
     assert json.loads((folder / "config.json").read_text()) == {"bos_token_id": 0}
     assert (folder / "model.safetensors").read_text() == "model.safetensors"
@@ -182,7 +204,7 @@ def test_an_endless_checkpoint_has_everything_but_its_end_tokens(tmp_path, monke
 
 @pytest.mark.parametrize("name", ["vllm", "llama.cpp", "transformers"])
 def test_every_peers_command_names_the_weights_the_precision_and_the_port(name, tmp_path, monkeypatch):
-    of = Subject("demo", tmp_path, "demo", "f32", "f32", 1024)
+    of = Subject("demo", tmp_path, "demo", "f32", 1024)
     monkeypatch.setattr(peer_servers, "endless", lambda of: of.checkpoint)
     monkeypatch.setattr(peer_servers, "gguf", lambda of: of.checkpoint / "demo-f32.gguf")
     argv = " ".join(peer_servers.PEERS[name].command(of, 4711))

@@ -33,9 +33,11 @@ def test_the_process_behind_a_port_is_found():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        assert processes.listener(listening.getsockname()[1]) == os.getpid()
         port = listening.getsockname()[1]
-    assert processes.listener(port) is None
+        assert processes.listener(f"127.0.0.1:{port}") == os.getpid()
+        assert processes.listener(f"localhost:{port}") == processes.listener(f"[::1]:{port}") == os.getpid()
+        assert processes.listener(f"192.0.2.1:{port}") is processes.listener("localhost") is None
+    assert processes.listener(f"127.0.0.1:{port}") is None
 
 
 def test_a_real_child_is_counted():

@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import random_model
+from contract.errors import EngineFailed
 
 
 def test_every_id_of_the_vocabulary_has_a_text(tmp_path):
@@ -27,6 +29,11 @@ def test_a_weight_file_can_be_read_back(tmp_path):
     random_model.write_weights(tmp_path / "a.safetensors", {"matrix": (64, 256), "norm": (256,)})
     stored = shards.read_header(tmp_path / "a.safetensors")
     assert 0.1 < stored["matrix"].f32().std() < 0.15 and 0.9 < stored["norm"].f32().mean() < 1.1
+
+
+def test_a_folder_that_no_engine_can_be_built_of_is_named(tmp_path):
+    with pytest.raises(EngineFailed, match=f"no engine 'bench-{tmp_path.name}' could be built of {tmp_path}"):
+        random_model.engine(of=tmp_path)
 
 
 def test_an_engine_is_named_by_its_name_or_its_checkpoint(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 import math
+from types import SimpleNamespace
 
 from benchmarks import report
+from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
 
 
@@ -17,3 +19,9 @@ def test_a_missing_figure_is_a_dash():
 def test_too_much_load_of_other_processes_is_a_warning():
     assert "do not use" in report.disturbance(OTHERS_SHARE + 0.01)
     assert "do not use" not in report.disturbance(OTHERS_SHARE)
+
+
+def test_prompts_that_the_server_counts_otherwise_are_told():
+    workload = {"input_tokens": "128 tokens", "output_tokens": "64 tokens"}
+    run = SimpleNamespace(workload=workload, records=[Record(n, 0.0, input_tokens=n) for n in (0, 97, 98, 99)])
+    assert report.lengths(run) == "in 128 tokens (median by the server's count 98), out 64 tokens"

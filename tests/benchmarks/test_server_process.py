@@ -51,3 +51,13 @@ def test_a_measurement_waits_for_an_engine_that_still_loads(tmp_path):
         server_process.wait_for_rest(os.getpid())
         assert done.exists()
         worker.kill()
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_rests_is_told_and_measured(monkeypatch, capsys):
+    monkeypatch.setattr(server_process, "REST_S", 0.1)
+    command = [sys.executable, "-c", "while True: pass", "python_backends.cpu_engine.worker"]
+    with subprocess.Popen(command) as worker:
+        server_process.wait_for_rest(os.getpid())
+        assert f"engine worker {worker.pid} still uses the CPU, after 0.1 s" in capsys.readouterr().err
+        worker.kill()

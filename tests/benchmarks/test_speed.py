@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks import speed, step_trials
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.step_trials import Outcome, Trial
+from benchmarks.target import Target
 from contract import manifest as manifests
 from contract import step_model
 from contract.errors import EngineFailed, InvalidArgument, NotFound
@@ -18,7 +19,7 @@ from tests.contract.test_step_model import SOME
 from tests.fakes.scripted_steps import Scripted, Words, small
 
 
-class Closing(Scripted):
+class Closing(Scripted, Target):
     """Its steps take ``times`` as long as by the model."""
 
     times = 1.0
@@ -30,9 +31,6 @@ class Closing(Scripted):
         timings = record.timings
         took = round(self.times * (timings.first_token_ns - timings.first_scheduled_ns))
         record.timings = dataclasses.replace(timings, first_token_ns=timings.first_scheduled_ns + took)
-
-    async def close(self):
-        pass
 
 
 @pytest.fixture

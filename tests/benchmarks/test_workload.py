@@ -71,6 +71,7 @@ TOKENIZERS: dict = {}
         ({"concurrency": 0}, "concurrency: must be a whole number from 1 to "),
         ({"concurrency": 1, "cancel_fraction": 1.5}, "cancel_fraction: must be between 0 and 1, got 1.5"),
         ({"concurrency": 1, "prefix_groups": 2}, "prefix_groups: .*must be set together"),
+        ({"concurrency": 1, "prefix_groups": 2, "prefix_tokens": 128}, "prefix_tokens: must be fewer .* 128.* got 128"),
     ],
 )
 def test_loads_that_make_no_sense_are_refused_by_name(options, named):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clients import TLS, command_line, exits
+from clients.wire.failures import RetryHint
 from contract import errors
 from contract.errors import BY_NAME, TridentError
 from contract.generation import FinishReason
@@ -386,3 +387,10 @@ def test_a_chat_that_fails_says_so_and_ends_with_its_code(threaded_replica, play
     playlist.set(Script(refuse=errors.PromptTooLong("messages", "9000 tokens, 4096 are allowed")))
     done = run(threaded_replica, "chat", stdin="hello\n")
     assert done.returncode == 2 and "PromptTooLong: messages: 9000 tokens" in done.stderr
+
+
+def test_as_many_retries_are_made_as_were_asked_for():
+    client = command_line.client_for(command_line.parser().parse_args(["health", "--retries", "30"]))
+    schedule = client._schedule()
+    waits = [schedule.wait_s(errors.Unavailable("draining"), RetryHint(), 600.0) for _ in range(31)]
+    assert None not in waits[:30] and waits[30] is None

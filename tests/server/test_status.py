@@ -4,6 +4,8 @@ import os
 import subprocess
 from dataclasses import replace
 
+import pytest
+
 from server import status
 from server.process import start_ticks
 
@@ -32,6 +34,14 @@ def test_a_written_status_is_read_and_listed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["status-8001.json"]
     file.unlink()
     assert status.read_all(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"state": "ready", "extra": 1}'])
+def test_a_file_that_is_no_status_does_not_hide_the_others(tmp_path, capsys, text):
+    status.write(status.path(tmp_path, 8001), STATUS)
+    status.path(tmp_path, 9001).write_text(text)
+    assert status.read_all(tmp_path) == [STATUS]
+    assert "no status in" in (told := capsys.readouterr().err) and "status-9001.json" in told
 
 
 def test_a_killed_supervisor_is_dead_also_when_its_pid_is_reused(tmp_path):

@@ -31,11 +31,6 @@ def test_latencies_are_of_requests_after_the_warm_up_and_errors_of_all():
     assert found.refused == [refused] and found.errors == {"EngineFailed": 1}
 
 
-def test_a_spread_of_nothing_is_nan():
-    assert load_test.spread([])["p50"] != load_test.spread([])["p50"]
-    assert load_test.spread([1.0, 2.0, 3.0])["max"] == 3.0
-
-
 def test_the_cpu_of_a_contender_that_ended_is_not_known():
     with subprocess.Popen(["sleep", "60"]) as child:
         with load_test._Watch(contenders.Contender("crashed", {}, child.pid), ()) as watch:

@@ -52,6 +52,12 @@ async def test_a_name_that_does_not_resolve_is_unavailable() -> None:
         await Dns("trident", 1, nothing).replicas()
 
 
+@pytest.mark.parametrize("name", ["a..b", "a" * 64])
+async def test_a_name_that_cannot_be_asked_for_is_unavailable(name: str) -> None:
+    with pytest.raises(Unavailable, match=f"'{name}' does not resolve: .*label"):
+        await discovery.source(f"dns:///{name}:8001").replicas()
+
+
 async def test_the_systems_resolver_is_the_default() -> None:
     assert "127.0.0.1:8001" in await Dns("localhost").replicas()
 
