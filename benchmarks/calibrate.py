@@ -97,10 +97,11 @@ def described(model: StepModel, outcomes: list[Outcome]) -> str:
     )
 
 
-def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) -> int:
+def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None, machine: str | None = None) -> int:
     """Calibrate the engine of a replica: print the points and the model, write step_model.json, and with ``out`` what
     each trial took to calibrate.json.
 
+    machine: of the replica; None: this one.
     Returns 0, or 3 if the time was over before every trial was measured.
     Raises TridentError.
     """
@@ -117,7 +118,7 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     check_serves(server, engine.name, digest)
     if engine.draft_tokens and server.metrics_url is None:
         raise InvalidArgument("metrics_url", "must be given: the engine drafts, and its metrics tell what it accepts")
-    key = {"manifest_sha256": digest, "machine": step_model.machine_kind()}
+    key = {"manifest_sha256": digest, "machine": machine or step_model.machine_kind()}
     kept, trials = (out or folder) / POINTS, design(engine)
 
     async def measured() -> Experiment:
@@ -149,9 +150,7 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
             await target.close()
 
     model = service_load.settled(
-        model,
-        lambda: asyncio.run(served()),
-        lambda rounds: speed.reference_s(server, folder, engine, rounds),
+        model, lambda: asyncio.run(served()), lambda rounds: speed.reference_s(server, folder, engine, rounds)
     )
     trials_s = speed.middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
     if step_model.drifted(ratio := model.reference_s / trials_s):
@@ -159,4 +158,6 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None) 
     path = model.save(out or folder)
     kept.unlink()
     print(f"  written: {path}")
+    if not costs and machine is None:
+        print(f"  no process here serves {server.url}: is it of {model.machine!r}? --machine names another")
     return 0

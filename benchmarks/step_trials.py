@@ -31,14 +31,7 @@ from benchmarks.workload import PlannedRequest
 from contract import step_model
 from contract.errors import EngineFailed
 from contract.manifest import EngineManifest
-from contract.scheduling import (
-    BLOCK_TOKENS,
-    RESUME_TOKENS,
-    RESUME_UP_TO,
-    RETRY_AFTER,
-    TIMED_TOGETHER,
-    UNDRAFTED_FROM,
-)
+from contract.scheduling import BLOCK_TOKENS, RESUME_TOKENS, RESUME_UP_TO, RETRY_AFTER, TIMED_TOGETHER, UNDRAFTED_FROM
 from contract.step_model import Point
 
 SHORT = 32  # tokens of a prompt that costs little beside what it is there for
@@ -216,9 +209,8 @@ class Experiment:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
                 break
             before = self.drafted()
-            records = await asyncio.gather(
-                *(self._send(trial.prompt, tokens, rng=self._texts) for _ in range(trial.sequences))
-            )
+            sends = [self._send(trial.prompt, tokens, rng=self._texts) for _ in range(trial.sequences)]
+            records = await asyncio.gather(*sends)
             await asyncio.sleep(2 * PAUSE_S)  # the metrics are told ten times a second
             steps, accepted = (now - then for now, then in zip(self.drafted(), before, strict=True))
             per_step = 1 + accepted / max(1, steps)
@@ -254,9 +246,9 @@ class Experiment:
                 context = sum(trial.prompt + stream.tokens for stream in streams)
                 if record.timings is None:
                     raise EngineFailed("the server sent no timings; only engines of Trident's own models do")
-                begin_s, end_s = record.timings.first_scheduled_ns / 1e9, record.timings.first_token_ns / 1e9
-                step_s = end_s - begin_s
-                sent = sum(begin_s <= at_s < end_s for stream in streams for at_s, _ in stream.messages) / max(1, n)
+                step_s = (record.timings.first_token_ns - record.timings.first_scheduled_ns) / 1e9
+                end_s = record.messages[0][0]  # by this machine's clock: the replica's may be another
+                sent = sum(end_s - step_s <= at_s < end_s for one in streams for at_s, _ in one.messages) / max(1, n)
                 points.append((Point(n, context, record.input_tokens, step_s), sent))
                 requests_s.append((record.ttft_from_send_s or 0.0) - step_s)
         finally:

@@ -417,18 +417,7 @@ BESIDE = (
     *("cores", "request_cpu_s", "burst_cpu_s", "message_cpu_s", "response_cpu_s"),
     *("gateway_s", "gateway_request_cpu_s", "gateway_burst_cpu_s", "gateway_message_cpu_s"),
 )
-_NUMBERS = (
-    *TERMS,
-    *BESIDE,
-    "draft_tokens",
-    "request_s",
-    "idle_s",
-    "spread",
-    "reference_s",
-    "points",
-    "error_p50_percent",
-    "error_p95_percent",
-)
+_NUMBERS = tuple(field.name for field in fields(StepModel) if field.type in ("float", "int"))
 
 
 def _features(sequences: float, context_tokens: float, prefill_tokens: float, drafted: float) -> tuple[float, ...]:

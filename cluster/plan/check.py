@@ -3,9 +3,11 @@
     python -m cluster plan SCENARIO --check POOL
 
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
-sequences, in turns. The requests of an open load are written as a trace, which the bench replays. The largest errors
-are kept beside the step model, and told with every plan that it makes, unless other processes used the machine
-meanwhile or its speed is another than when the engine was calibrated: steps are measured before each turn and after.
+sequences, in turns. The requests of an open load are written as a trace, which the bench replays, without those that
+the engine refuses; those of the closed loop are drawn by the bench, so that it is for one class, of no trace, all of
+whose requests fit. The largest errors are kept beside the step model, and told with every plan that it makes, unless
+other processes used the machine meanwhile or its speed is another than when the engine was calibrated: steps are
+measured before each turn and after.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -29,7 +31,7 @@ from contract.errors import EngineFailed, InvalidArgument
 from contract.step_model import described_drift, drifted
 
 PARTS = (0.3, 0.6, 0.9)
-SECONDS, WARMUP_S = 45.0, 4.0
+SECONDS, WARMUP_S, MOST_S = 45.0, 4.0, 3600.0
 ROUNDS = 3  # of the loads, in turns: a machine's speed drifts within minutes
 QUIET = 0.1  # of the machine that others may use while what is kept is measured
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,14 +60,14 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     """
     if pool not in scenario.pools:
         raise InvalidArgument("check", f"must be one of {', '.join(scenario.pools)}, got {pool!r}")
+    if not ROUNDS <= seconds <= MOST_S:
+        raise InvalidArgument("seconds", f"must be from {ROUNDS} to {MOST_S:g}, got {seconds:g}")
     place, given = f"pools.{pool}", scenario.pools[pool]
     if not given.engine:
         raise InvalidArgument(f"{place}.engine", "must be an engine that runs here: an estimate cannot be checked")
     replica = kind_of(given, place)
     load = loads_of(given, replica, scenario.seed, place)[0]
     rate, most, _ = operating_point(replica, load, given.slo, place)
-    if not seconds >= ROUNDS:
-        raise InvalidArgument("seconds", f"must be at least {ROUNDS}, got {seconds:g}")
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
     timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
@@ -88,13 +90,12 @@ def _loads(
     """Yield each load's name, forecast, and options for the bench."""
     end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
     for per_s in (part * rate for part in PARTS):
-        requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
-        names = ("at_s", "input_tokens", "output_tokens")
-        rows = ({name: getattr(one, name) for name in names} for one in requests)
-        trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        coming = (one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s)
+        requests = [one for one in coming if one.input_tokens + one.output_tokens <= replica.longest]
+        trace.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in requests))
         expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
         yield f"{per_s:.3g} requests/s", expected, ["--arrivals", f"trace:{trace}"]
-    if len(load.classes) == 1:
+    if len(load.classes) == 1 and not load.classes[0].trace and not load.means(replica.longest, "")[2]:
         rng, options = random.Random(load.seed), ["--concurrency", str(clients)]
         expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
         for name in ("input", "output"):
@@ -117,11 +118,13 @@ def keep(folder: Path, made: str, found: list[Compared]) -> None:
     """Keep the largest error of each figure for the plans of a step model, if nothing disturbed. made: its instant."""
     if any(one.others > QUIET or one.failed or drifted(one.steps_take) for one in found):
         return
-    parts = {
-        name: [one.forecast[name] / one.measured[name] - 1 for one in found if one.measured[name]] for name in FIGURES
-    }
-    errors = {name: max(each, key=abs) for name, each in parts.items() if each}
-    (folder / CHECKED).write_text(json.dumps({"of": made, "errors": errors}) + "\n", "utf-8")
+    errors = {}
+    for name in FIGURES:
+        if each := [one.forecast[name] / one.measured[name] - 1 for one in found if one.measured[name] > 0]:
+            errors[name] = max(each, key=abs)
+    partial = folder / f"{CHECKED}.partial"
+    partial.write_text(json.dumps({"of": made, "errors": errors}) + "\n", "utf-8")
+    os.replace(partial, folder / CHECKED)
 
 
 def _compared(load: str, expected: Forecast, options: list[str], folder: str) -> Compared:
@@ -151,7 +154,7 @@ def described(found: list[Compared]) -> str:
     lines = [f"{'forecast / measured':<20}" + "".join(f"{name:>28}" for name in FIGURES) + "  others"]
     for one in found:
         pairs = [(one.forecast[name], one.measured[name]) for name in FIGURES]
-        cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was else "-" for said, was in pairs)
+        cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was > 0 else "-" for said, was in pairs)
         failed = f", {one.failed} failed" if one.failed else ""
         lines.append(f"{one.load:<20}" + "".join(f"{cell:>28}" for cell in cells) + f"  {one.others:.0%}{failed}")
     return "\n".join([*lines, *sorted({described_drift(one.steps_take) for one in found})])

@@ -18,26 +18,27 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster plan", description=__doc__)
     parser.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help=f"draw replicas by hour ({', '.join(report.SUFFIXES)})"
-    )
+    kinds = ", ".join(report.SUFFIXES)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw replicas by hour ({kinds})")
     parser.add_argument("--check", metavar="POOL", help="hold the pool's forecasts to the bench, on this machine")
     parser.add_argument("--seconds", type=float, default=check.SECONDS, help="of each load of --check (%(default)s)")
     options = parser.parse_args(arguments)
     try:
+        if options.plot:
+            report.check_plot(options.plot)
         given = scenario.read(options.scenario)
         if options.check:
             compared = check.run(given, options.check, options.seconds)
             _print(json.dumps([asdict(one) for one in compared]) if options.json else check.described(compared))
             return 0
         plans = planner.plan(given, options.scenario)
-        if options.plot:
-            report.plot(plans, options.plot)
         _print(
             json.dumps([asdict(plan) for plan in plans])
             if options.json
             else "\n\n".join(report.described(plan, given.currency) for plan in plans)
         )
+        if options.plot:
+            report.plot(plans, options.plot)
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -62,9 +62,12 @@ def replica(given: Accelerator, place: str) -> Replica:
     memory_gb = CARDS[given.card][0] * given.cards
     weights_gb = given.parameters * given.weight_bytes
     kv_tokens = int(KV_PART * (memory_gb - weights_gb) * 1e9 / kv_bytes_per_token(given))
-    if kv_tokens < given.max_num_tokens:
+    if kv_tokens < 1:
         problem = f"must hold {weights_gb:.0f} GB of weights and a KV cache beside them, {memory_gb:.0f} GB do not"
         raise InvalidArgument(f"{place}.cards", f"{problem}; got {given.cards} of {given.card}")
+    if kv_tokens < given.max_num_tokens:
+        problem = f"must be at most {kv_tokens}, as the KV cache beside the weights, got {given.max_num_tokens}"
+        raise InvalidArgument(f"{place}.max_num_tokens", problem)
     together = given.cards**-EXCHANGE
     bandwidth, compute, source, errors = BANDWIDTH * together, COMPUTE * together, step_model.ROOFLINE, (0.0, 0.0)
     if given.published:
@@ -115,12 +118,10 @@ def _allowed(given: Accelerator) -> str:
 def _published(model: str, card: str, cards: int) -> dict[tuple[int, int], float]:
     """Return output tokens per second at full load by (prompt, answer) tokens."""
     table = json.loads(ANCHORS.read_text("utf-8"))[_TABLE]
-    column = table["columns"].index(CARDS[card][4]) if CARDS[card][4] else None
-    rows = table.get(f"{model} tp{cards}", {})
-    found = {} if column is None else {lengths: values[column] for lengths, values in rows.items()}
-    return {
-        (int(lengths.split("/")[0]), int(lengths.split("/")[1])): value for lengths, value in found.items() if value
-    }
+    column = CARDS[card][4]
+    rows = table.get(f"{model} tp{cards}", {}) if column else {}
+    found = ((lengths.split("/"), values[table["columns"].index(column)]) for lengths, values in rows.items())
+    return {(int(prompt), int(answer)): value for (prompt, answer), value in found if value}
 
 
 def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, float, float, float]:
@@ -128,16 +129,15 @@ def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, floa
     rows = _published(given.published, given.card, given.cards)
     if len(rows) < FITTED:
         raise InvalidArgument(f"{place}.published", f"must be {_allowed(given)}, got {given.published!r}")
-    best: tuple[float, float, float, list[float]] = (0.0, 0.0, float("inf"), [])
+
+    def errors(parts: tuple[float, float]) -> list[float]:
+        model = _roofline(given, *parts, step_model.PUBLISHED)
+        return [full_load(model, kv_tokens, *lengths) / known - 1 for lengths, known in rows.items()]
+
     parts = [n / 20 for n in range(3, 21)]
-    for bandwidth, compute in itertools.product(parts, parts):
-        model = _roofline(given, bandwidth, compute, step_model.PUBLISHED)
-        errors = [full_load(model, kv_tokens, *lengths) / known - 1 for lengths, known in rows.items()]
-        missed = sum(error * error for error in errors)
-        if missed < best[2]:
-            best = bandwidth, compute, missed, sorted(100 * abs(error) for error in errors)
-    bandwidth, compute, _, percent = best
-    return bandwidth, compute, percent[len(percent) // 2], percent[round(0.95 * (len(percent) - 1))]
+    best = min(itertools.product(parts, parts), key=lambda each: sum(error * error for error in errors(each)))
+    percent = sorted(100 * abs(error) for error in errors(best))
+    return *best, percent[len(percent) // 2], percent[round(0.95 * (len(percent) - 1))]
 
 
 def full_load(model: StepModel, kv_tokens: int, input_tokens: int, output_tokens: int) -> float:

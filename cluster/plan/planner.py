@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from cluster.plan import estimate
@@ -26,6 +27,7 @@ MOST_REQUESTS = 12_000  # of it: a plan simulates 90 to 130 loads; the most sequ
 DRAWN = 10_000  # requests of a class whose lengths are averaged
 MOST_REFUSED = 0.05  # of a class: objectives hold for 95 of 100 requests
 NEAR = 100  # see _reserved
+ROUND_OFF = 1e-9  # of a number of replicas: 0.29 * 100 is a little less than 29
 SEARCH = 9  # halvings of the interval in which the operating point is
 GAINS = 1.05  # twice the slots or the KV cache bind if they make so many times the operating point
 ALIKE = 0.1  # a class's parts of two hours' requests and work may differ by so much where one operating point holds
@@ -153,7 +155,7 @@ class Load:
         )
 
     def lengths(self, rng: random.Random) -> tuple[int, int]:
-        return _drawn(rng.choices(self.classes, self.weights)[0], rng)
+        return rng.choices(self.classes, self.weights)[0].draw(rng)
 
     def requests(self, rate: float, count: int) -> list[Request]:
         """Return Poisson arrivals, the same requests at every rate."""
@@ -180,7 +182,7 @@ class Load:
 def _means(one: Class, seed: int, longest: int) -> tuple[float, float, float]:
     """Return the mean tokens of prompt and answer, 0 for requests above ``longest``, and the part that is not above."""
     rng = random.Random(seed)
-    drawn = [sizes for sizes in (_drawn(one, rng) for _ in range(DRAWN)) if sum(sizes) <= longest]
+    drawn = [sizes for sizes in (one.draw(rng) for _ in range(DRAWN)) if sum(sizes) <= longest]
     return sum(prompt for prompt, _ in drawn) / DRAWN, sum(answer for _, answer in drawn) / DRAWN, len(drawn) / DRAWN
 
 
@@ -192,11 +194,6 @@ def _arrivals(load: Load, count: int) -> list[tuple[float, tuple[int, int]]]:
         at += rng.expovariate(1.0)
         found.append((at, load.lengths(rng)))
     return [(count / at * each, lengths) for each, lengths in found]
-
-
-def _drawn(one: Class, rng: random.Random) -> tuple[int, int]:
-    assert one.input is not None and one.output is not None, "the scenario was checked"
-    return one.input.draw(rng), one.output.draw(rng)
 
 
 def plan(scenario: Scenario, path: Path) -> list[PoolPlan]:
@@ -266,31 +263,31 @@ def operating_point(replica: Replica, load: Load, slo: Slo, place: str) -> tuple
 
     Raises InvalidArgument: an objective is missed by requests that are alone, or too many are too long.
     """
-    rate, found = _search(replica, load, slo, place)
-    return rate, found, _binds(replica, load, slo, place, rate)
+    rate, found, above = _search(replica, load, slo, place)
+    return rate, found, _binds(replica, load, slo, place, rate, above)
 
 
-def _search(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast]:
+def _search(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
+    """Return the operating point, its forecast, and the objective that is missed at the next rate that was tried."""
     count = _count(replica, load, place)
-    low, high, best = 0.0, _capacity(replica, load, place, count), None
+    low, high, best, above = 0.0, _capacity(replica, load, place, count), None, ""
     for _ in range(SEARCH):
         rate = (low + high) / 2
         found = _simulated(replica, load, rate, count)
         if _within(found, slo):
             low, best = rate, found
         else:
-            high = rate
+            high, above = rate, _missed(found, slo)
     if best is None:
-        name = _missed(found, slo)
-        assert name, "no queue grows at a five-hundredth of the capacity"
-        got, least = getattr(slo, name), getattr(found, f"{name[:-2]}_p95_s")
+        assert above, "no queue grows at a five-hundredth of the capacity"
+        got, least = getattr(slo, above), getattr(found, f"{above[:-2]}_p95_s")
         problem = f"must be at least {least:.3g}, which requests alone take at hour {load.hour}, got {got:g}"
-        raise InvalidArgument(f"{place}.slo.{name}", problem)
-    return low, best
+        raise InvalidArgument(f"{place}.slo.{above}", problem)
+    return low, best, above
 
 
-def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float) -> str:
-    """Return what ends the operating point ``rate``."""
+def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float, above: str) -> str:
+    """Return what ends the operating point ``rate``. above: the objective that is missed next to it, or ""."""
     count = _count(replica, load, place)
     over = _simulated(replica, load, 1.3 * rate, count)
     if max(over.full_slots, over.full_kv) > 0.5:
@@ -302,7 +299,7 @@ def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float) -> s
         gained = _capacity(more, load, place, count) / _capacity(replica, load, place, count)
         if gained > GAINS and _within(_simulated(more, load, GAINS * rate, count), slo):
             return lacked
-    return _missed(over, slo) or "steps"
+    return above or _missed(over, slo) or "steps"
 
 
 def _count(replica: Replica, load: Load, place: str) -> int:
@@ -329,14 +326,15 @@ def _within(found: Forecast, slo: Slo) -> bool:
 
 
 def _missed(found: Forecast, slo: Slo) -> str:
-    """Return the objective that is missed, "" if none is."""
+    """Return the objective that is missed by most, "" if none is."""
     reached = {"itl_s": found.itl_p95_s, "ttft_s": found.ttft_p95_s, "e2e_s": found.e2e_p95_s}
-    return next((name for name, value in reached.items() if value > getattr(slo, name)), "")
+    name = max(reached, key=lambda each: reached[each] / getattr(slo, each))
+    return name if reached[name] > getattr(slo, name) else ""
 
 
 def replicas_by_hour(pool: Pool, hourly: Sequence[float], rate: float) -> tuple[int, ...]:
     """Return the replicas that serve each hour's rate with the headroom free."""
-    needed = (math.ceil(per_s * (1 + pool.headroom) / rate - 1e-9) for per_s in hourly)
+    needed = (math.ceil(per_s * (1 + pool.headroom) / rate - ROUND_OFF) for per_s in hourly)
     return tuple(max(pool.min_replicas, count) for count in needed)
 
 
@@ -366,7 +364,7 @@ def _reserved(price: Price, replicas: Sequence[int]) -> list[int]:
     if not price.reserved:
         return [0]
     share = price.spot_share if price.spot else 0.0
-    least = 0 if price.on_demand else max(count - math.floor(count * share) for count in replicas)
+    least = 0 if price.on_demand else max(count - math.floor(count * share + ROUND_OFF) for count in replicas)
     near = {count + step for count in {0, least, *replicas} for step in range(-NEAR, NEAR + 1)}
     return sorted(count for count in near if least <= count <= max(replicas))
 
@@ -378,7 +376,7 @@ def _beyond(price: Price, replicas: Sequence[int], reserved: int) -> tuple[int, 
         spot = sum(left) if price.spot else 0
     else:
         share = price.spot_share if 0 < price.spot < price.on_demand else 0.0
-        spot = sum(math.floor(count * share) for count in left)
+        spot = sum(math.floor(count * share + ROUND_OFF) for count in left)
     return sum(left) - spot, spot
 
 
@@ -438,8 +436,11 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
 
 def _checked(folder: Path, made: str) -> dict[str, float]:
     """Return what ``--check`` found of a step model. made: instant of it."""
-    kept = json.loads((folder / CHECKED).read_text("utf-8")) if (folder / CHECKED).exists() else {}
-    return kept["errors"] if kept.get("of") == made else {}
+    try:
+        kept = json.loads((folder / CHECKED).read_text("utf-8"))
+        return dict(kept["errors"]) if kept["of"] == made else {}
+    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it was cut off
+        return {}
 
 
 def _check(name: str, pool: Pool, path: Path, rate: float, load: Load) -> str:
@@ -458,9 +459,12 @@ def _check(name: str, pool: Pool, path: Path, rate: float, load: Load) -> str:
 
 def _bench(one: Class, rate: float, seed: int) -> str:
     """Return the bench's command for a class. seed: classes of one differ in their prompts and instants."""
-    lengths = [f"lognormal:{size.p50:g},{size.sigma:.3g},{size.most}" for size in (one.input, one.output) if size]
-    load = f"--arrivals poisson:{rate:.3g} --input {lengths[0]} --output {lengths[1]} --duration 60 --seed {seed}"
-    return f"python -m benchmarks run --url HOST:8001 --tokenizer FOLDER {load}"
+    if one.trace:
+        load = f"--arrivals {shlex.quote(f'trace:{one.trace},{rate / fmean(one.rates()):.3g}')}"
+    else:
+        sizes = [f"lognormal:{size.p50:g},{size.sigma:.3g},{size.most}" for size in (one.input, one.output) if size]
+        load = f"--arrivals poisson:{rate:.3g} --input {sizes[0]} --output {sizes[1]}"
+    return f"python -m benchmarks run --url HOST:8001 --tokenizer FOLDER {load} --duration 60 --seed {seed}"
 
 
 def _shares(replica: Replica, sequences: float, context: float, ratio: float) -> dict[str, float]:
@@ -502,8 +506,7 @@ def _sensitivity(
         if what == "requests":
             rates = tuple(rate * factor for rate in hourly)
         elif what in ("input", "output"):
-            classes = [one.model_copy(update={what: getattr(one, what).scaled(factor)}) for one in load.classes]
-            mix = dataclasses.replace(load, classes=tuple(classes))
+            mix = dataclasses.replace(load, classes=tuple(one.scaled(what, factor) for one in load.classes))
         elif what == "step time":
             terms: dict[str, Any] = {name: seconds * factor for name, seconds in replica.step.terms.items()}
             kind = dataclasses.replace(replica, step=dataclasses.replace(replica.step, **terms))
@@ -518,7 +521,7 @@ def _sensitivity(
         point = rate
         if (kind, mix, other.slo) != (replica, load, pool.slo):
             try:
-                point, _ = _search(kind, mix, other.slo, place)
+                point, *_ = _search(kind, mix, other.slo, place)
             except InvalidArgument:
                 return None
         count = replicas_by_hour(other, rates, point)

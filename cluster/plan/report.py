@@ -42,9 +42,7 @@ def described(plan: PoolPlan, currency: str) -> str:
     if plan.refused:
         rows.insert(4, ("refused", f"{plan.refused:.2%} of the requests, longer than {plan.longest} tokens"))
     if plan.tokens_per_step > 1:
-        told = (
-            f"{plan.tokens_per_step:.1f} tokens a step of a sequence alone, by the texts' acceptance that was assumed"
-        )
+        told = f"{plan.tokens_per_step:.1f} tokens a step of a sequence alone, by the assumed acceptance of the texts"
         rows.insert(3, ("drafts", told))
     if cost.day:
         per = f"{currency}{cost.per_1000_tokens:.4g} per 1,000 tokens, {cost.per_1000_output_tokens:.4g} of answers"
@@ -75,10 +73,16 @@ def _row(name: str, cells: Iterable[object], width: int) -> str:
     return f"  {name:<18}" + "".join(f"{cell!s:>{width}}" for cell in cells)
 
 
-def plot(plans: Sequence[PoolPlan], path: Path) -> None:
-    """Draw replicas and requests per second by hour. Raises InvalidArgument, NotFound without matplotlib."""
+def check_plot(path: Path) -> None:
+    """Raise InvalidArgument for a file that cannot be drawn to, before a plan takes its minute."""
     if path.suffix not in SUFFIXES:
         raise InvalidArgument("plot", f"must end in {', '.join(SUFFIXES)}, got {path}")
+    if not path.parent.is_dir():
+        raise InvalidArgument("plot", f"must be in a folder that exists, got {path}")
+
+
+def plot(plans: Sequence[PoolPlan], path: Path) -> None:
+    """Draw replicas and requests per second by hour. Raises InvalidArgument, NotFound without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as exc:

@@ -11,7 +11,8 @@ import os
 import random
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,8 @@ class Class(_Table):
     """Requests of one kind, by one of four sources.
 
     requests_per_s: by hour, or a number for every hour. users: likewise, and requests_per_user_hour of each.
-    trace: JSON lines of at_s, input_tokens and output_tokens, as the benchmarks replay them: rate and lengths.
+    trace: JSON lines of at_s, input_tokens and output_tokens, as the benchmarks replay them: rates, and the requests
+        that are drawn, in place of ``input`` and ``output``.
     metrics: of a gateway, http://HOST:PORT/metrics: rate and lengths of its pool of this name, over ``seconds``.
     """
 
@@ -105,6 +107,7 @@ class Class(_Table):
     trace: str = ""
     metrics: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
     seconds: Annotated[float, Field(ge=1, le=3600)] = 10.0
+    _recorded: tuple[tuple[int, int], ...] = ()  # tokens of prompt and answer of a trace's requests
 
     @model_validator(mode="after")
     def _one_source(self) -> Class:
@@ -124,6 +127,22 @@ class Class(_Table):
             return tuple(users * self.requests_per_user_hour / 3600 for users in self.users)
         assert self.requests_per_s is not None, "a trace was read"
         return self.requests_per_s
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Return the tokens of a prompt and of its answer."""
+        if self._recorded:
+            return rng.choice(self._recorded)
+        assert self.input is not None and self.output is not None, "the scenario was checked"
+        return self.input.draw(rng), self.output.draw(rng)
+
+    def scaled(self, name: str, factor: float) -> Class:
+        """Return the class with so many times the tokens of ``input`` or ``output``."""
+        if not self._recorded:
+            return self.model_copy(update={name: getattr(self, name).scaled(factor)})
+        found = self.model_copy()
+        a, b = (factor, 1.0) if name == "input" else (1.0, factor)
+        found._recorded = tuple((round(_bounded(a * one)), round(_bounded(b * other))) for one, other in self._recorded)
+        return found
 
 
 class Slo(_Table):
@@ -242,18 +261,15 @@ def _measured(pool: Pool, place: str, path: Path) -> Pool:
 def _of_metrics(one: Class, place: str) -> Class:
     """Return the class with what the gateway's pool did between two readings; of lengths only the means are known."""
 
-    def reading() -> tuple[float, float, float]:
+    def reading() -> tuple[float, ...]:
         try:
             with urllib.request.urlopen(one.metrics, timeout=5) as response:
                 page = prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
         except (OSError, ValueError, OverflowError, http.client.HTTPException) as exc:
             raise InvalidArgument(place, f"must be a gateway's metrics page, got {one.metrics}: {exc}") from exc
-        directions = {
-            labels.get("direction"): value
-            for labels, value in page.matching("trident_gateway_pool_tokens_total", pool=one.name)
-        }
-        requests = page.value("gen_ai_server_request_duration_seconds_count", pool=one.name)
-        return requests, directions.get("input", 0.0), directions.get("output", 0.0)
+        requests = page.value("gen_ai_server_request_duration_seconds_count", pool=one.name, error_type="")
+        tokens = "trident_gateway_pool_tokens_total"
+        return requests, *(page.value(tokens, pool=one.name, direction=name) for name in ("input", "output"))
 
     before = reading()
     time.sleep(one.seconds)
@@ -262,7 +278,7 @@ def _of_metrics(one: Class, place: str) -> Class:
         problem = f"must have requests of a pool {one.name!r} within {one.seconds:g} s, got none at {one.metrics}"
         raise InvalidArgument(place, problem)
     told = {name: _of_mean(total / requests) for name, total in (("input", input_tokens), ("output", output_tokens))}
-    return _observed(one, requests / one.seconds, told, place)
+    return _observed(one, (requests / one.seconds,) * HOURS, place).model_copy(update=told)
 
 
 def _of_mean(mean: float) -> Lengths:
@@ -271,11 +287,11 @@ def _of_mean(mean: float) -> Lengths:
     return Lengths(p50=_bounded(p50), p95=_bounded(3 * p50))
 
 
-def _observed(one: Class, rate: float, lengths: Mapping[str, Lengths], place: str) -> Class:
-    """Return the class with requests per second at every hour, and lengths. Raises InvalidArgument for ``place``."""
-    if not 0 < rate <= MOST_AMOUNT:
-        raise InvalidArgument(place, f"must have above 0 and at most {MOST_AMOUNT:g} requests/s, got {rate:g}")
-    return one.model_copy(update={"requests_per_s": (rate,) * HOURS, **lengths})
+def _observed(one: Class, rates: tuple[float, ...], place: str) -> Class:
+    """Return the class with requests per second by hour. Raises InvalidArgument for ``place``."""
+    if not 0 < max(rates) <= MOST_AMOUNT:
+        raise InvalidArgument(place, f"must have above 0 and at most {MOST_AMOUNT:g} requests/s, got {max(rates):g}")
+    return one.model_copy(update={"requests_per_s": rates})
 
 
 _Whole = Annotated[float, Field(ge=1, le=MOST_TOKENS, multiple_of=1)]  # 10.0 is 10, as in the benchmarks
@@ -283,18 +299,18 @@ _Whole = Annotated[float, Field(ge=1, le=MOST_TOKENS, multiple_of=1)]  # 10.0 is
 
 class _Row(_Table):
     model_config = ConfigDict(extra="ignore")
-    at_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    at_s: _Amount
     input_tokens: _Whole
     output_tokens: _Whole
 
 
 def _rows(trace: Path, place: str) -> list[_Row]:
-    """Return the rows of a trace that lasts. Raises InvalidArgument for ``place``."""
+    """Return the rows of a trace in order. Raises InvalidArgument for ``place``."""
     try:
         rows = [_Row.model_validate_json(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
-        if not any(row.at_s for row in rows):
-            raise ValueError("at_s is above 0 in no line")
-        return rows
+        if len({row.at_s for row in rows}) < 2:
+            raise ValueError("at_s has fewer than two instants")
+        return sorted(rows, key=lambda row: row.at_s)
     except OSError as exc:
         raise InvalidArgument(place, f"must be a file that can be read, got {trace}: {exc.strerror}") from exc
     except ValueError as exc:
@@ -307,13 +323,22 @@ def _rows(trace: Path, place: str) -> list[_Row]:
 
 
 def _of_trace(one: Class, trace: Path, place: str) -> Class:
-    """Return the class with rate and lengths of its trace: at every hour the trace's mean rate."""
+    """Return the class with the rates and the requests of its trace."""
     rows = _rows(trace, place)
-    sizes = {name: sorted(int(getattr(row, f"{name}_tokens")) for row in rows) for name in ("input", "output")}
-    told = {
-        name: Lengths(
-            p50=size[len(size) // 2], p95=max(size[len(size) // 2], size[int(0.95 * (len(size) - 1))]), most=size[-1]
-        )
-        for name, size in sizes.items()
-    }
-    return _observed(one, len(rows) / max(row.at_s for row in rows), told, place)
+    found = _observed(one, _recorded_rates([row.at_s for row in rows]), place).model_copy(update={"trace": str(trace)})
+    found._recorded = tuple((int(row.input_tokens), int(row.output_tokens)) for row in rows)
+    return found
+
+
+def _recorded_rates(at_s: Sequence[float]) -> tuple[float, ...]:
+    """Return requests per second by hour: of each, if half of it or more was recorded of all 24, else their mean."""
+    first_s, last_s, in_hour = at_s[0], at_s[-1], Counter(int(each // 3600) for each in at_s)
+    requests, seconds = [0.0] * HOURS, [0.0] * HOURS
+    for hour in range(int(first_s // 3600), int(last_s // 3600) + 1):
+        recorded_s = min(last_s, 3600.0 * (hour + 1)) - max(first_s, 3600.0 * hour)
+        if recorded_s >= 1800:
+            requests[hour % HOURS] += in_hour[hour]
+            seconds[hour % HOURS] += recorded_s
+    if all(seconds):
+        return tuple(count / spent_s for count, spent_s in zip(requests, seconds, strict=True))
+    return ((len(at_s) - 1) / (last_s - first_s),) * HOURS

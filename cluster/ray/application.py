@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from contract import manifest
-from contract.errors import InvalidArgument
+from contract import manifest, toml_table
 from contract.manifest import EngineManifest
 
 APPLICATION = "trident"
@@ -73,11 +72,7 @@ def application(arguments: dict[str, Any]) -> Any:
 
 def checked(arguments: Mapping[str, Any]) -> ServerArguments:
     """Return the arguments of an application. Raises InvalidArgument for the first wrong one."""
-    try:
-        return ServerArguments.model_validate(arguments)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        raise InvalidArgument(f"args.{'.'.join(map(str, first['loc']))}", first["msg"].lower()) from exc
+    return toml_table.checked(ServerArguments, arguments, "args")
 
 
 def engine_of(server: ServerArguments) -> EngineManifest:

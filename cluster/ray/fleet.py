@@ -19,20 +19,11 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.ray.application import (
-    APPLICATION,
-    ROOT,
-    ServerArguments,
-    checked,
-    configuration,
-    engine_of,
-    folder_of,
-)
+from cluster.ray.application import APPLICATION, ROOT, ServerArguments, checked, configuration, engine_of, folder_of
 from contract.errors import InvalidArgument, Unavailable
 
 NAMESPACE = "trident"
@@ -147,7 +138,7 @@ def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) 
         known = _known(folder)
         host, _, port = known["ray"].rpartition(":")
         socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
-    except OSError:
+    except (OSError, ValueError):  # no address yet: it starts
         raise Unavailable(f"no fleet runs in {folder}; `make fleet` starts one") from None
     environ = {**known["arguments"]["environ"], **changes.get("environ", {})}
     known["arguments"] |= {**changes, "environ": environ}
@@ -169,7 +160,7 @@ def _known(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "fleet.json").read_text()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ray(folder: Path, cpus: float, temporary: str) -> Iterator[str]:
     """Run a small Ray with Serve, without proxies and dashboard; drain all replicas at the end.
 
@@ -210,7 +201,7 @@ def _token(path: Path) -> Path:
     return path
 
 
-@contextmanager
+@contextlib.contextmanager
 def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.Popen, str, str]]:
     """Run the gateway; yield its process, the address of its HTTP endpoint and the URL of its metrics."""
     port = int(os.environ.get("TRIDENT_GATEWAY_HTTP_PORT") or HTTP_PORT)
@@ -271,7 +262,7 @@ def _watch(http: str, token: str, stop: threading.Event) -> bool:
     return True
 
 
-@contextmanager
+@contextlib.contextmanager
 def _answers() -> Iterator[threading.Event]:
     """End this process when the event is not set for GONE_S: a call of a Ray that has died may never return."""
     answered, done = threading.Event(), threading.Event()

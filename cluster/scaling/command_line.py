@@ -34,12 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = Settings.from_environment(os.environ, gateways=options.gateways, config=options.config)
         scaler = Scaler(settings)
+        run = _serve(scaler, settings) if options.command == "keda" else _print(scaler, settings, options.watch)
+        with contextlib.suppress(KeyboardInterrupt):
+            return asyncio.run(run)
     except InvalidArgument as exc:
         print(f"cluster: {exc}", file=sys.stderr)
         return 2
-    run = _serve(scaler, settings) if options.command == "keda" else _print(scaler, settings, options.watch)
-    with contextlib.suppress(KeyboardInterrupt):
-        return asyncio.run(run)
+    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -60,11 +62,16 @@ async def _print(scaler: Scaler, settings: Settings, watch: bool) -> int:
 
 
 async def _serve(scaler: Scaler, settings: Settings) -> int:
-    """Serve KEDA and Prometheus until SIGTERM or Ctrl-C."""
-    registry, loop = CollectorRegistry(), asyncio.get_running_loop()
+    """Serve KEDA and Prometheus until SIGTERM or Ctrl-C. Raises InvalidArgument: a port cannot be bound."""
+    registry, loop, name = CollectorRegistry(), asyncio.get_running_loop(), "metrics_port"
     registry.register(scaler)
-    page, thread = start_http_server(settings.metrics_port, settings.host, registry)
-    server, port = await external_scaler.start(scaler, settings.host, settings.grpc_port)
+    try:
+        page, thread = start_http_server(settings.metrics_port, settings.host, registry)
+        name = "grpc_port"
+        server, port = await external_scaler.start(scaler, settings.host, settings.grpc_port)
+    except (OSError, RuntimeError) as exc:
+        problem = f"must be a free port of {settings.host}, got {getattr(settings, name)}: {exc}"
+        raise InvalidArgument(f"TRIDENT_SCALER_{name.upper()}", problem) from exc
     print(f"external scaler on {settings.host}:{port}, metrics on {settings.host}:{page.server_port}", flush=True)
     deciding = asyncio.create_task(scaler.run())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -171,10 +171,8 @@ class _State(BaseModel):
             self.level, self.trend, self.requests = work, 0.0, requests
         elif passed_s > 0:
             expected, new = max(0.0, before + self.trend * passed_s), 1 - math.exp(-passed_s / _LEVEL_S)
-            self.level, self.requests = (
-                expected + (work - expected) * new,
-                self.requests + (requests - self.requests) * new,
-            )
+            self.level = expected + (work - expected) * new
+            self.requests += (requests - self.requests) * new
             away = min(1.0, abs(work - expected) / expected) if expected else 0.0
             self.noise += (away - self.noise) * (1 - math.exp(-passed_s / _NOISE_S))
             self.trend += ((self.level - before) / passed_s - self.trend) * (1 - math.exp(-passed_s / _TREND_S))

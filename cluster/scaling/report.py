@@ -51,8 +51,7 @@ class Report:
         ]
         try:
             headers = {"authorization": f"Bearer {self._token_file.read_text('utf-8').strip()}"}
-            dns = self._gateways.startswith("dns:")
-            to = await addresses(self._gateways) if dns else self._gateways.split(",")
+            to = await addresses(self._gateways) if self._gateways.startswith("dns:") else self._gateways.split(",")
             puts = (self._put(http, f"http://{address}/admin/scaling", told, headers) for address in to)
             failed = [one for one in await asyncio.gather(*puts, return_exceptions=True) if one is not None]
         except (OSError, ValueError) as exc:

@@ -107,12 +107,11 @@ class Scaler:
         rows = [("pool", "ready", "starting", "queued", "running", "tokens/s", "a replica", "wanted", "because")]
         for pool, decision in self.decisions.items():
             load = self.loads[pool]
-            numbers = ("?",) * 3
+            ready = queued = running = demand = "?"
             if load is not None:
-                numbers = (str(load.ready), f"{sum(load.queued.values()):.0f}", f"{sum(load.running.values()):.0f}")
-            ready, queued, running = numbers
+                ready, demand = str(load.ready), f"{decision.demand:.0f}"
+                queued, running = (f"{sum(tokens.values()):.0f}" for tokens in (load.queued, load.running))
             capacity = f"{decision.capacity:.0f}" if decision.capacity else "?"
-            demand = f"{decision.demand:.0f}" if load is not None else "?"
             row = (pool or "''", ready, str(decision.starting), queued, running, demand, capacity, str(decision.wanted))
             rows.append((*row, decision.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -15,8 +15,12 @@ from tests.contract.test_step_model import SOME
 from tests.fakes.scripted_steps import Scripted, Words, small
 
 
-def test_steps_in_service_change_the_designed_ones(capsys):
-    """Requests in pairs: the first one meets an idle engine and decodes, the second one is read beside it."""
+@pytest.mark.parametrize("ahead_s", [0.0, 5000.0, -90.0])
+def test_steps_in_service_change_the_designed_ones(ahead_s, capsys):
+    """Requests in pairs: the first one meets an idle engine and decodes, the second one is read beside it.
+
+    ahead_s: of the clock of the replica's machine.
+    """
     records, at_s, known = [], 100.0, dataclasses.replace(SOME, request_s=0.001)
     for index, prompt in enumerate((20, 200, 50, 100)):
         begin_s = at_s + 0.01
@@ -33,7 +37,7 @@ def test_steps_in_service_change_the_designed_ones(capsys):
         for record, from_s, took_s in ((first, begin_s, alone_s), (second, second_s, beside_s)):
             record.finish_reason = "length"
             instants = (0.0, from_s, from_s + took_s, record.ended_s)
-            record.timings = Timings(*(round(1e9 * instant_s) for instant_s in instants))
+            record.timings = Timings(*(round(1e9 * (instant_s + ahead_s)) for instant_s in instants))
         records += [first, second]
         at_s = second.ended_s + 0.5
     found = service_load.in_service(known, records)

@@ -66,6 +66,18 @@ def test_prompts_beside_streams_are_measured_and_the_streams_are_ended(tmp_path:
     assert one.outcomes[0].point.sequences == 4 and one.outcomes[0].request_s is None
 
 
+def test_what_is_sent_during_a_prompt_is_known_whatever_the_clock_of_the_replica(tmp_path: Path):
+    class Streaming(Scripted):
+        async def send(self, request, record):
+            if request.max_tokens > 900:
+                record.messages += [(10.0 - 1e-3, 1), (10.0 - 1e-4, 1), (11.0, 1)]  # the prompt's first token: 10.0
+            await super().send(request, record)
+
+    one = Experiment(small(), KEY, Streaming(SOME), Words(), tmp_path / "points")
+    asyncio.run(one.run([Trial(4, 16, 60)], 1, time.monotonic() + 60))
+    assert one.outcomes[0].sent == 2.0
+
+
 def test_what_an_engine_is_too_short_for_is_left_out_and_a_busy_one_fails(tmp_path: Path, monkeypatch, capsys):
     """Streams of one of two requests begin when the other's have ended."""
     monkeypatch.setattr(step_trials, "PAUSE_S", 0.0)

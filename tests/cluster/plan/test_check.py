@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 
-from cluster.plan.check import FIGURES, Compared, _mean, described, keep
-from cluster.plan.planner import _checked
+from benchmarks import arrivals
+from cluster.plan.check import FIGURES, Compared, _loads, _mean, described, keep, run
+from cluster.plan.planner import CHECKED, _checked, loads_of
 from cluster.plan.report import _errors
+from cluster.plan.scenario import of_table
+from contract.errors import InvalidArgument
+from tests.cluster.plan.scenarios import REPLICA, table
 
 
 def test_errors_are_those_of_the_forecast():
@@ -41,3 +48,33 @@ def test_the_turns_of_a_load_count_by_their_mean():
     mean = _mean(turns, 1.05)
     assert mean.forecast == dict.fromkeys(FIGURES, 2.0) and mean.measured == dict.fromkeys(FIGURES, 3.0)
     assert (mean.load, mean.failed, mean.others, mean.steps_take) == ("2 requests/s", 3, pytest.approx(0.1), 1.05)
+
+
+def test_errors_that_cannot_be_read_are_none_and_what_was_not_measured_has_none(tmp_path):
+    """Answers of one token have no ITL."""
+    for damaged in ('{"of": "today", "err', "[]", '{"of": "today"}', '{"of": "today", "errors": 1}'):
+        (tmp_path / CHECKED).write_text(damaged)
+        assert _checked(tmp_path, "today") == {}
+    was = dict.fromkeys(FIGURES, 1.0) | {"itl_mean_s": math.nan}
+    found = [Compared("x", dict.fromkeys(FIGURES, 1.1), was, 0, 0.0)]
+    keep(tmp_path, "today", found)
+    assert _checked(tmp_path, "today") == pytest.approx(dict.fromkeys(set(FIGURES) - {"itl_mean_s"}, 0.1))
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKED] and "nan" not in described(found)
+
+
+def test_requests_that_the_engine_refuses_are_not_sent(tmp_path):
+    one = {"name": "chat", "requests_per_s": 1.0, "input": {"p50": 200, "p95": 300, "most": 2000}, "output": 9}
+    for longest, loads in ((380, 3), (2009, 4)):
+        replica = dataclasses.replace(REPLICA, max_seq_len=longest)
+        load = loads_of(of_table(table(classes=[one])).pools["main"], replica, 0, "")[0]
+        assert bool(load.means(longest, "")[2]) == (loads == 3)
+        found = list(zip(range(4), _loads(load, replica, 20.0, 4, 15.0, str(tmp_path)), strict=False))
+        assert len(found) == loads  # the bench itself draws the requests of the fourth, a closed loop
+        rows = arrivals.read_trace(tmp_path / "trace.jsonl").rows
+        assert len(rows) > 100 and max(row.input_tokens + row.output_tokens for row in rows) <= longest
+
+
+@pytest.mark.parametrize("seconds", [1.0, math.inf, math.nan])
+def test_seconds_that_no_load_can_last_are_refused(seconds):
+    with pytest.raises(InvalidArgument, match="seconds: must be from 3 to 3600, got"):
+        run(of_table(table()), "main", seconds)

@@ -62,13 +62,21 @@ def test_a_plot_is_drawn(scenario: Path, suffix, capsys):
     ("arguments", "problem"),
     [
         (["--plot", "a.txt"], "plot: must end in .svg, .png, .pdf, got a.txt"),
+        (["--plot", "/no/such/folder/a.svg"], "plot: must be in a folder that exists, got /no/such/folder/a.svg"),
         (["--check", "other"], "check: must be one of main, got 'other'"),
         (["--check", "main"], "pools.main.engine: must be an engine that runs here"),
     ],
 )
-def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, capsys):
+def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, monkeypatch, capsys):
+    monkeypatch.setattr(planner, "plan", None)  # known before a plan takes its minute
     assert main([str(scenario), *arguments]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_plan_is_printed_though_its_plot_cannot_be_written(scenario: Path, capsys):
+    (scenario.parent / "a.svg").mkdir()
+    assert main([str(scenario), "--plot", str(scenario.parent / "a.svg")]) == 2
+    assert "pool main" in capsys.readouterr().out
 
 
 def test_a_reader_that_reads_no_further_ends_the_plan_quietly(scenario: Path):

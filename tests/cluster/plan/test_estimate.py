@@ -82,6 +82,7 @@ def test_published_throughputs_are_met():
     [
         ({"card": "h101"}, "x.card: must be one of a100-80gb, "),
         ({"parameters": 70.0}, "x.cards: must hold 140 GB of weights and a KV cache beside them"),
+        ({"max_num_tokens": 500_000}, r"x.max_num_tokens: must be at most 432586, as the KV cache .*, got 500000"),
         ({"published": "gpt"}, "x.published: must be one of llama3.1-8b for 1 x h100, got 'gpt'"),
         ({"card": "b200", "published": "llama3.1-8b"}, 'x.published: must be left out or "" for 1 x b200, got'),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shlex
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_reserved_replicas_are_those_that_pay(replicas, on_demand, reserved, spo
     assert found.day <= plain.day + 1e-6 and plain.day == pytest.approx(on_demand * sum(replicas))
     served = [max(0, count - found.reserved) for count in replicas]
     assert found.on_demand_hours + found.spot_hours == sum(served)
-    assert found.spot_hours <= share * sum(served) + 1e-9
+    assert found.spot_hours <= share * sum(served) + 1e-7
     assert (
         found.month == pytest.approx(found.day / 24 * 730) and found.per_1000_output_tokens == 2 * found.per_1000_tokens
     )
@@ -73,8 +74,8 @@ def test_no_other_number_of_reserved_replicas_costs_less(replicas, on_demand, re
         total = 24.0 * kept * reserved
         for count in replicas:
             beyond = max(0, count - kept)
-            taken = int(beyond * share) if on_demand else beyond
-            if not on_demand and beyond > (int(count * share) if spot else 0):
+            taken = int(beyond * share + 1e-9) if on_demand else beyond
+            if not on_demand and beyond > (int(count * share + 1e-9) if spot else 0):
                 return float("inf")
             taken = taken if spot and (spot < on_demand or not on_demand) else 0
             total += taken * spot + (beyond - taken) * on_demand
@@ -83,6 +84,12 @@ def test_no_other_number_of_reserved_replicas_costs_less(replicas, on_demand, re
     found = cost_of(price, replicas, 1.0, 1.0)
     assert found.day == pytest.approx(min(day(kept) for kept in range(max(replicas) + 1)))
     assert found.day == pytest.approx(day(found.reserved))
+
+
+def test_a_share_that_makes_whole_replicas_is_taken_in_full():
+    """0.29 * 100 is 28.999999999999996."""
+    found = cost_of(Price(on_demand=4.0, spot=1.0, spot_share=0.29), [100] * 24, 1, 1)
+    assert (found.on_demand_hours, found.spot_hours) == (24 * 71, 24 * 29)
 
 
 def test_many_replicas_are_priced():
@@ -130,6 +137,35 @@ def test_the_operating_point_keeps_the_objectives_and_a_little_more_does_not():
 def test_what_binds_is_named(slo, change, binds):
     _, _, found = operating_point(dataclasses.replace(REPLICA, **change), load(), slo, "pools.main")
     assert found in binds
+
+
+def test_the_objective_that_gives_way_first_binds():
+    """A third more than the operating point misses the other one, too."""
+    replica, mix = dataclasses.replace(REPLICA, slots=64, kv_tokens=10**6), load(classes=[one_class(*LONG)])
+    count = planner._count(replica, mix, "")
+    most = planner._capacity(replica, mix, "", count)
+    at, above = (planner._simulated(replica, mix, part * most, count) for part in (0.5, 0.6))
+    for slo, binds in (
+        (Slo(itl_s=above.itl_p95_s, e2e_s=at.e2e_p95_s), "e2e_s"),
+        (Slo(itl_s=at.itl_p95_s, e2e_s=above.e2e_p95_s), "itl_s"),
+    ):
+        rate, _, found = operating_point(replica, mix, slo, "")
+        over = planner._simulated(replica, mix, 1.3 * rate, count)
+        assert over.itl_p95_s > slo.itl_s and over.e2e_p95_s > slo.e2e_s and found == binds
+
+
+def test_means_are_those_of_the_requests_of_a_trace(tmp_path: Path):
+    """A fit to its median and 95th percentile would be 100 tokens."""
+    rows = ({"at_s": n, "input_tokens": 100 if n % 25 else 5000, "output_tokens": 50} for n in range(100))
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = of_table(table(classes=[{"name": "some", "trace": "trace.jsonl"}]), tmp_path / "a.toml")
+    mix = planner.loads_of(given.pools["main"], REPLICA, 0, "")[0]
+    assert mix.means(REPLICA.longest, "") == pytest.approx((296, 50, 0), rel=0.15)
+    lengths = [(one.input_tokens, one.output_tokens) for one in mix.requests(1.0, 1000)]
+    assert set(lengths) == {(100, 50), (5000, 50)} and 15 < lengths.count((5000, 50)) < 70
+    command = shlex.split(planner._bench(mix.classes[0], 2.5, 0))
+    replayed = arrivals.parse(command[command.index("--arrivals") + 1])
+    assert len(replayed.rows) == 100 and replayed.speed == pytest.approx(2.5)
 
 
 def test_an_objective_that_a_request_alone_misses_is_refused_by_name():

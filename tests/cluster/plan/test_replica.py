@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.plan.engine import Replica
-from cluster.plan.replica import Request, closed_loop, figures, forecast, serve
+from cluster.plan.replica import Request, _Run, closed_loop, figures, forecast, serve
 from tests.cluster.plan.scenarios import REPLICA, STEP
 
 requests = st.lists(
@@ -69,3 +71,30 @@ def test_a_closed_loop_keeps_so_many_in_the_batch():
     found = closed_loop(REPLICA, iter(lambda: (50, 30), None), 8, 20.0, 2.0)
     step = STEP.seconds(8, 8 * 65, 8 * 50 / 30)
     assert found.tokens_per_s == pytest.approx(8 / step, rel=0.12) and 7 < found.sequences <= 8
+
+
+def test_a_client_whose_request_is_refused_asks_for_the_next():
+    """Every second one is too long."""
+    short = dataclasses.replace(REPLICA, max_seq_len=100)
+    lengths = itertools.cycle([(50, 30), (200, 30)])
+    found = closed_loop(short, lengths, 8, 20.0, 2.0)
+    all_fit = closed_loop(short, itertools.repeat((50, 30)), 8, 20.0, 2.0)
+    assert found.sequences == pytest.approx(all_fit.sequences, rel=0.1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests)
+def test_inter_token_latencies_are_those_of_every_token(load):
+    run = serve(REPLICA, load)
+    found = figures(REPLICA, run, 0, 5)
+    gaps_s = [step_s for step_s, tokens in run.steps for _ in range(tokens)] or [0.0]
+    assert found.itl_mean_s == pytest.approx(np.mean(gaps_s))
+    assert found.itl_p95_s == pytest.approx(np.percentile(gaps_s, 95))
+
+
+def test_long_answers_take_no_memory_for_each_token():
+    run = _Run(
+        steps=[(0.1, 10**12), (0.2, 10**11)], done=[Request(0.0, 1, 1, 1.0, 2.0)], lacked={"slots": 0, "kv": 0, "": 1}
+    )
+    found = figures(REPLICA, run, 0, 5)
+    assert (found.itl_mean_s, found.itl_p95_s) == (pytest.approx(0.12 / 1.1), 0.2)

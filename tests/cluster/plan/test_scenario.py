@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -97,21 +98,53 @@ def test_a_trace_gives_rate_and_lengths(tmp_path: Path):
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = table(classes=[{"name": "chat", "trace": "trace.jsonl"}])
     [one] = of_table(given, tmp_path / "a.toml").pools["main"].classes
-    assert one.rates()[0] == pytest.approx(1.01) and one.input is not None and one.output is not None
-    assert (one.input.p50, one.input.p95, one.input.most, one.output.p95) == (60, 105, 110, 5)
+    assert one.rates() == (1.0,) * 24
+    assert {one.draw(random.Random(seed)) for seed in range(2000)} == {(10 + n, 5) for n in range(101)}
     row = '{"at_s": 1, "input_tokens": %s, "output_tokens": 5}'
     wrong = [row % tokens for tokens in ("0", "1.5", "1e400", "2000000", "true", '"10"')]
     later = '\n{"at_s": %s, "input_tokens": 1, "output_tokens": 5}'
     wrong += [row % 1 + later % at_s for at_s in ("-1", "1e400", "NaN", "true")]
-    for text in ("", '{"at_s": 1}', "many", "[" * 100_000, (later % 0).strip(), *wrong):
+    for text in ("", '{"at_s": 1}', "many", "[" * 100_000, (later % 0).strip(), row % 1, *wrong):
         (tmp_path / "trace.jsonl").write_text(text)
         with pytest.raises(InvalidArgument, match="classes.0.trace: must have JSON lines of at_s"):
             of_table(given, tmp_path / "a.toml")
-    (tmp_path / "trace.jsonl").write_text('{"at_s": 1e-12, "input_tokens": 10.0, "output_tokens": 5}')
+    (tmp_path / "trace.jsonl").write_text((later % 0) + later % 1e-12)
     with pytest.raises(InvalidArgument, match=r"classes.0.trace: must have .* at most 1e\+09 requests/s, got 1e\+12"):
         of_table(given, tmp_path / "a.toml")
     with pytest.raises(InvalidArgument, match="classes.0.trace: must be a file that can be read"):
         of_table(given, tmp_path / "elsewhere" / "a.toml")
+
+
+def recorded(tmp_path: Path, rows):
+    """Return a class of a trace of these instants and lengths."""
+    names = "at_s", "input_tokens", "output_tokens"
+    lines = (json.dumps(dict(zip(names, row, strict=True))) for row in rows)
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    given = table(classes=[{"name": "chat", "trace": "trace.jsonl"}])
+    return of_table(given, tmp_path / "a.toml").pools["main"].classes[0]
+
+
+def test_the_requests_of_a_trace_are_drawn_as_they_were_recorded(tmp_path: Path):
+    """Four per cent are long, and their answers are, too; the trace was cut out of the middle of another."""
+    one = recorded(tmp_path, [(1000 + n / 2, *((50_000, 900) if n % 25 == 0 else (100, 9))) for n in range(100)])
+    rng = random.Random(1)
+    assert one.rates() == (2.0,) * 24 and one.scaled("input", 2) != one
+    for found, kinds in (
+        (one, {(50_000, 900), (100, 9)}),
+        (one.scaled("input", 1.2), {(60_000, 900), (120, 9)}),
+        (one.scaled("output", 0.8), {(50_000, 720), (100, 7)}),
+    ):
+        drawn = [found.draw(rng) for _ in range(2000)]
+        assert set(drawn) == kinds and 40 < drawn.count(max(kinds)) < 120
+
+
+def test_a_trace_of_a_day_gives_each_hours_rate_and_a_shorter_one_its_mean(tmp_path: Path):
+    day = [(3600 * (hour + part / (1 + hour)), 1, 1) for hour in range(48) for part in range(1 + hour)]
+    rates = recorded(tmp_path, day).rates()
+    assert [3600 * rate for rate in rates[:-1]] == pytest.approx([13 + hour for hour in range(23)])
+    assert 3600 * rates[-1] == pytest.approx(36, rel=0.02)
+    first, last = day[0][0], day[200][0]  # nearly 20 hours
+    assert recorded(tmp_path, day[:201]).rates() == pytest.approx([200 / (last - first)] * 24)
 
 
 def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
@@ -122,7 +155,8 @@ def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
         def do_GET(self):
             requests, told, made = pages.pop(0)
             text = (
-                f'gen_ai_server_request_duration_seconds_count{{pool="chat",model="m"}} {requests}\n'
+                f'gen_ai_server_request_duration_seconds_count{{pool="chat",error_type=""}} {requests}\n'
+                f'gen_ai_server_request_duration_seconds_count{{pool="chat",error_type="Cancelled"}} {requests}\n'
                 f'trident_gateway_pool_tokens_total{{pool="chat",direction="input"}} {told}\n'
                 f'trident_gateway_pool_tokens_total{{pool="chat",direction="output"}} {made}\n'
             )

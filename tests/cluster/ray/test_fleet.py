@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_fleet_that_does_not_run_cannot_be_changed(tmp_path):
     with pytest.raises(Unavailable, match="no fleet runs in"):
         fleet.change(tmp_path, {}, {})
-    (tmp_path / "fleet.json").write_text('{"ray": "127.0.0.1:1"}')  # of one that was killed
-    with pytest.raises(Unavailable, match="no fleet runs in"):
-        fleet.change(tmp_path, {}, {})
+    for address in ("127.0.0.1:1", ""):  # of one that was killed; of one that starts
+        (tmp_path / "fleet.json").write_text(f'{{"ray": "{address}"}}')
+        with pytest.raises(Unavailable, match="no fleet runs in"):
+            fleet.change(tmp_path, {}, {})
 
 
 def test_the_command_says_what_is_missing_where_there_is_no_ray(monkeypatch, capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 
 import aiohttp
@@ -71,6 +73,24 @@ def test_wrong_arguments_end_it_with_what_is_allowed(capsys: pytest.CaptureFixtu
     assert "must be http://HOST:PORT/metrics or dns:///NAME:PORT, got 'nowhere'" in capsys.readouterr().err
     assert main(["keda", "--config", "/no/such/file"]) == 2
     assert "must be a file that can be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["TRIDENT_SCALER_GRPC_PORT", "TRIDENT_SCALER_METRICS_PORT"])
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in ("TRIDENT_SCALER_GRPC_PORT", "TRIDENT_SCALER_METRICS_PORT"):
+            monkeypatch.setenv(port, str(taken.getsockname()[1] if port == name else 0))
+        assert main(["keda"]) == 2
+    assert f"cluster: {name}: must be a free port of 127.0.0.1, got" in capsys.readouterr().err
+
+
+def test_a_reader_that_reads_no_further_ends_the_watch_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "cluster", "scale", "--watch", "--gateways", "http://127.0.0.1:1"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=20)
+    os.close(writing)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
 
 
 def test_without_a_gateway_the_plan_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
