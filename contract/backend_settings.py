@@ -70,7 +70,7 @@ class Settings:
             raise InvalidArgument("TRIDENT_ENGINE_DIR", "must be set to the engine folder, e.g. engines/demo")
         return cls(
             engine_dir=Path(engine_dir),
-            control_socket=environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
+            control_socket=environ.get("TRIDENT_CONTROL_SOCKET") or "trident-engine",
             max_waiting=_count(environ, "TRIDENT_MAX_WAITING", 1024),
             sender_threads=_count(environ, "TRIDENT_SENDER_THREADS", 4),
             max_coalesce_s=_count(environ, "TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
@@ -86,7 +86,7 @@ class Settings:
 
 
 def _count(environ: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
-    text = environ.get(name, str(default))
+    text = environ.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
         raise InvalidArgument(name, f"must be a whole number from {least}, got {text!r}")
     return int(text)

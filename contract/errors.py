@@ -125,6 +125,8 @@ BY_NAME: dict[str, type[TridentError]] = {cls.__name__: cls for cls in _leaves(T
 # The first kind named in a text is the error; a later one is part of its message.
 _KIND = re.compile(rf"\b({'|'.join(BY_NAME)}): ")
 
+_FIELD = re.compile(r"\S+( \(\S+\))?")  # such as runtime_top_p (top_p)
+
 # The first class of the tree with a status stands for that status.
 BY_GRPC_STATUS: dict[str, type[TridentError]] = {}
 for _cls in _leaves(TridentError)[1:]:
@@ -135,7 +137,7 @@ def make(cls: type[TridentError], message: str) -> TridentError:
     """Return an error of ``cls`` with ``message``, whatever its constructor's parameters."""
     if issubclass(cls, InvalidArgument):
         field, sep, problem = message.partition(": ")
-        return cls(field, problem) if sep and " " not in field else cls("", message)
+        return cls(field, problem) if sep and _FIELD.fullmatch(field) else cls("", message)
     return cls(message)
 
 

@@ -16,6 +16,7 @@ def _has_card(text: str) -> bool:
     return False
 
 
+_H = "[0-9A-Fa-f]{1,4}"
 # In this order: what an earlier one has replaced is not seen by a later one.
 PATTERNS: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
@@ -30,7 +31,10 @@ PATTERNS: Mapping[str, re.Pattern[str]] = {
         "PHONE": r"(?<![\w+])\+\d[\d ().-]{6,18}\d\b|(?<![\w.])(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}\b",
         "SSN": r"(?<![\w-])\d{3}-\d{2}-\d{4}(?![\w-])",
         "IP": r"\b(?<!\.)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\w)"
-        r"|\b(?:[0-9A-Fa-f]{1,4}:){3,7}:?[0-9A-Fa-f]{1,4}(?![\w:])",
+        rf"|\b(?:{_H}:){{3,7}}:?{_H}(?![\w:])"
+        # With a ::, a digit, and more than a slice of a program has, such as x[1::2].
+        rf"|(?<![\w:])(?=[A-Fa-f:]{{0,39}}\d)(?:(?:[0-9A-Fa-f]{{3,4}}|{_H}:{_H})(?::{_H}){{0,5}}::"
+        rf"(?:{_H}(?::{_H}){{0,5}})?|::(?:1|{_H}(?::{_H}){{1,6}}))(?:\.\d{{1,3}}){{0,3}}(?![\w:])",
     }.items()
 }
 

@@ -104,15 +104,8 @@ class Inputs:
         values: Sequence[bytes] = [] if array is None else array.reshape(-1).tolist()
         return [decode_text(f"{name}[{row}]" if len(values) > 1 else name, value) for row, value in enumerate(values)]
 
-    def integers(self, name: str) -> list[int]:
-        """Return an integer tensor's values in order, [] if it is absent."""
-        return self._values(name)
-
-    def floats(self, name: str) -> list[float]:
-        """Return a float tensor's values in order, [] if it is absent."""
-        return self._values(name)
-
-    def _values(self, name: str) -> list[Any]:
+    def values(self, name: str) -> list[Any]:
+        """Return a tensor's integers or floats in order, [] if it is absent."""
         array = self.array(name)
         return [] if array is None else array.reshape(-1).tolist()
 
@@ -214,10 +207,6 @@ def metric_family(name: str, description: str, kind: str) -> Any:
 
 def log_error(message: str) -> None:
     pb_utils.Logger.log_error(message)
-
-
-def log_info(message: str) -> None:
-    pb_utils.Logger.log_info(message)
 
 
 def row(values: Sequence[float], dtype: DTypeLike = np.int32) -> np.ndarray:

@@ -32,7 +32,7 @@ class TritonPythonModel:
     def _outputs(self, request: Request) -> dict[str, np.ndarray]:
         """Return the answer, to a look without outputs: clients read a message with outputs as the first token."""
         try:
-            epoch, key, _ = Inputs(request).integers(packed_delta.WATCH)
+            epoch, key, _ = Inputs(request).values(packed_delta.WATCH)
             if not epoch:
                 return {packed_delta.WATCHED: row([1], np.uint8)}
             if request.is_cancelled():

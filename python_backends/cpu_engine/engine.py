@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
+from contract.generation import Guide
 from python_backends.cpu_engine.coalescing_window import CoalescingWindow
 from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
@@ -100,10 +102,16 @@ class Engine:
         """The streams that have not ended."""
         return len(self._streams)
 
+    def __contains__(self, key: int) -> bool:
+        """Whether a stream has not ended."""
+        return key in self._streams
+
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest, sink: Sink) -> int:
+    def submit(self, request: EngineRequest, sink: Sink, held: bool = False) -> int:
         """Accept a request and return its stream's key; responses go to ``sink``.
+
+        held: it does not start before ``guide_checked``; ``max_waiting`` leaves it out.
 
         Raises:
             Overloaded: ``max_waiting`` requests wait already.
@@ -121,13 +129,35 @@ class Engine:
             self._next_key += 1
             key = self._next_key
             tokens = request.worker_ids.size + request.max_tokens
-            self._scheduler.enqueue(key, self._limits.blocks(tokens), request.priority)
+            accept = self._scheduler.hold if held else self._scheduler.enqueue
+            accept(key, self._limits.blocks(tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
             self._streams.add(stream)
-            self._metrics.accepted(stream)
-            self._start_scheduled(now_ns)
+            if not held:
+                self._metrics.accepted(stream)
+                self._start_scheduled(now_ns)
             self._ticker.watch(request.deadline_ns)
         return key
+
+    def guide_checked(self, key: int, guide: Guide | TridentError) -> None:
+        """Queue a held request with its guide, or refuse it; one that has ended is left alone.
+
+        Raises:
+            Overloaded: ``max_waiting`` requests wait already; call it again with this error.
+        """
+        with self._senders:
+            stream = self._streams.get(key)
+            if stream is None:
+                return
+            if isinstance(guide, TridentError):
+                self._scheduler.release(key)
+                self._remove(stream, StreamEvent.ERROR, error=guide)
+                self._metrics.refused(guide)
+                return
+            stream.request = replace(stream.request, guide=guide)
+            self._scheduler.offer(key)
+            self._metrics.accepted(stream)
+            self._start_scheduled(self._clock_ns())
 
     def refused(self, error: TridentError) -> None:
         """Count a request that was refused before or by ``submit``."""
@@ -313,11 +343,14 @@ class Engine:
         return True
 
     def _finish(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
+        self._remove(stream, event, stop_id, error)
+        self._metrics.finished(stream, self._clock_ns())
+
+    def _remove(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
         """Remove the stream and queue its last response."""
         self._streams.remove(stream)
         stream.finish(event, stop_id, error)
         self._senders.put(stream)
-        self._metrics.finished(stream, self._clock_ns())
 
     def _load(self) -> EngineLoad:
         running, waiting = Counter[str](), Counter[str]()

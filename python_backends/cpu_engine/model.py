@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ from python_backends.triton_io import (
     ResponseSender,
     error_response,
     infer,
-    log_error,
     metric_family,
     parameters,
     response,
@@ -192,41 +190,27 @@ class TritonPythonModel:
             return
         if parsed.guide is None:
             self._engine.submit(parsed, sink)
-        elif self._grammars is None:
+            return
+        if self._grammars is None:
             raise InvalidArgument("guided_decoding_guide_type", NO_VOCABULARY)
-        else:
-            on_result = partial(self._submit_guided, parsed, sink)
-            self._grammars.check(parsed.guide, on_result, parsed.request_id, parsed.deadline_ns)
-
-    def _submit_guided(self, parsed: EngineRequest, sink: Sink, guide: Guide | TridentError) -> None:
-        """Submit a request whose guide was checked, or refuse it; perhaps from the checker's thread."""
-        problem = guide if isinstance(guide, TridentError) else None
+        key = self._engine.submit(parsed, sink, held=True)
         try:
-            if isinstance(guide, Guide):
-                self._engine.submit(dataclasses.replace(parsed, guide=guide), sink)
+            self._grammars.check(parsed.guide, partial(self._guide_checked, key), needed=lambda: key in self._engine)
         except TridentError as exc:
-            problem = exc
-        except Exception as exc:  # the outer edge: a defect must not end the checker's thread
-            problem = EngineFailed(f"the engine could not start the request: {exc!r}")
-        if problem is not None:
-            self._engine.refused(problem)
-            self._refuse_guided(sink, problem)
+            self._guide_checked(key, exc)
 
-    @staticmethod
-    def _refuse_guided(sink: Sink, problem: TridentError) -> None:
-        for send in (partial(sink.refuse, problem), sink.close):
-            try:
-                send()
-                return
-            except Exception as exc:  # such as no room in shared memory: it must not end the checker's thread either
-                log_error(f"refusal lost: error={exc!r}")
+    def _guide_checked(self, key: int, guide: Guide | TridentError) -> None:
+        try:
+            self._engine.guide_checked(key, guide)
+        except TridentError as exc:
+            self._engine.guide_checked(key, exc)
+        except Exception as exc:  # the outer edge: a defect must not end the checker's thread
+            self._engine.guide_checked(key, EngineFailed(f"the engine could not start the request: {exc!r}"))
 
     def _stop(self, request: Request, sender: ResponseSender) -> None:
         """End the streams of the request id. As with TensorRT-LLM, the response is empty, also if there were none."""
         if not request.request_id():
             raise InvalidArgument("request_id", "must be the id of the request to stop, got an empty one")
-        if self._grammars is not None:
-            self._grammars.stop(request.request_id())
         self._engine.stop_request(request.request_id())
         empty = {"output_ids": np.zeros((1, 1, 0), dtype=np.int32), "sequence_length": row([0])}
         sender.send(response(empty), flags=FINAL)

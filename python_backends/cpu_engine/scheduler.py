@@ -3,6 +3,7 @@
 OpenVINO GenAI schedules by itself, but a sequence that finds no free block ends as IGNORED (docs/decisions/0003);
 reserving ceil((prompt + max_tokens) / block) blocks here prevents that. Higher priority first, then first come, first
 served. A request that does not fit yet blocks those behind it (head-of-line blocking), so that long ones do not starve.
+One whose guide is not checked yet is held: it has no place in the order until it is offered.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self._running: dict[int, int] = {}
         self._waiting: OrderedDict[int, int] = OrderedDict()
+        self._held: dict[int, tuple[int, float]] = {}  # blocks and priority
         self._order: list[tuple[float, int, int]] = []  # heap of (-priority, arrival, key), released ones included
         self._arrivals = 0
         self._free_blocks = blocks
@@ -34,7 +36,23 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        """Requests that wait for a slot or are held."""
+        return len(self._waiting) + len(self._held)
+
+    def hold(self, key: int, blocks: int, priority: float = NORMAL) -> None:
+        """Take a request that is not to start before it is offered; see ``enqueue``."""
+        self._held[key] = blocks, priority
+
+    def holds(self, key: int) -> bool:
+        return key in self._held
+
+    def offer(self, key: int) -> None:
+        """Queue a request that is held.
+
+        Raises:
+            Overloaded: the queue is full.
+        """
+        self.enqueue(key, *self._held.pop(key))
 
     def enqueue(self, key: int, blocks: int, priority: float = NORMAL) -> None:
         """Queue a request.
@@ -47,7 +65,8 @@ class Scheduler:
         """
         if len(self._waiting) >= self.max_waiting:
             raise Overloaded(
-                f"queue full: {self.waiting} of {self.max_waiting} requests wait, {self.running} are running; try later"
+                f"queue full: {len(self._waiting)} of {self.max_waiting} requests wait, {self.running} are running;"
+                " try later"
             )
         self._waiting[key] = blocks
         if len(self._order) > 2 * len(self._waiting) + 64:  # most of them were released while they waited
@@ -76,11 +95,12 @@ class Scheduler:
         """Free a request's slot and blocks, or its queue entry; does nothing for an unknown key."""
         self._free_blocks += self._running.pop(key, 0)
         self._waiting.pop(key, None)
+        self._held.pop(key, None)
 
     def running_keys(self) -> list[int]:
         """Return the keys that hold a slot."""
         return list(self._running)
 
     def waiting_keys(self, at_most: int) -> list[int]:
-        """Return the oldest waiting keys."""
+        """Return the oldest keys that wait for a slot."""
         return [key for key, _ in zip(self._waiting, range(at_most), strict=False)]

@@ -183,6 +183,8 @@ class Ticker:
 
     def _end_expired(self, stream: Stream) -> None:
         where = "while it was generating" if stream.started_ns else "while it waited for a slot"
+        if self._scheduler.holds(stream.key):
+            where = "while its grammar waited to be compiled"
         error = DeadlineExceeded(f"the deadline passed {where}")
         self._end(stream.key, StreamEvent.ERROR, error=error, cancelled_by="deadline")
 

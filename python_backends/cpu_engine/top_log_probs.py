@@ -18,7 +18,7 @@ import openvino as ov
 from python_backends.ensemble.token_increment import TopLogProbs
 
 # The pass returns logits for every position of its input; a long prompt's at once would take gigabytes.
-_CHUNK_TOKENS = 128
+CHUNK_TOKENS = 128
 
 
 class TopLogProbsModel:
@@ -68,12 +68,12 @@ class _Sequence:
         feed = np.concatenate([self._pending, new_ids[:-1]])
         self._pending = new_ids[-1:]
         chunks = [
-            self._logits(feed[at : at + _CHUNK_TOKENS])[-new_ids.size :] for at in range(0, feed.size, _CHUNK_TOKENS)
+            self._logits(feed[at : at + CHUNK_TOKENS])[-new_ids.size :] for at in range(0, feed.size, CHUNK_TOKENS)
         ]
         return self._log_probs(np.concatenate(chunks)[-new_ids.size :], new_ids)
 
     def score_prompt(self) -> tuple[list[float], list[TopLogProbs]]:
-        ids = self._pending[: _CHUNK_TOKENS + 1]
+        ids = self._pending[: CHUNK_TOKENS + 1]
         if ids.size < 2:
             return [], []
         self._pending = self._pending[ids.size - 1 :]

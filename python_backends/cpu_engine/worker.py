@@ -32,7 +32,7 @@ from python_backends.cpu_engine.drafting import TIMED_STEPS, Drafting, timed_tok
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget, attended
-from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
+from python_backends.cpu_engine.top_log_probs import CHUNK_TOKENS, TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
@@ -62,7 +62,7 @@ class StepLoop:
         self._top_log_probs = top_log_probs
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
-        self._unscored: dict[int, AddSequence] = {}  # they start when the log probabilities of their prompts are known
+        self._unscored: dict[int, AddSequence] = {}  # they start once their prompts are scored
         self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, AddSequence] = {}  # in the order in which they came
         self._log_probs = set[int]()  # sequences whose log probabilities were requested
@@ -196,7 +196,7 @@ class StepLoop:
             if not isinstance(command, AddSequence):
                 self._add_all(came)
                 self._end(command.id)
-            elif command.sampling.prompt_log_probs:
+            elif command.sampling.prompt_log_probs or command.sampling.top_log_probs:
                 self._unscored[command.id] = command
             else:
                 came.append(command)
@@ -223,8 +223,9 @@ class StepLoop:
         log_probs, top = self._top_log_probs.score_prompt(command.id)
         self._scores.prompt_log_probs.extend(log_probs)
         self._scores.prompt_top_log_probs.extend(top)
-        if not log_probs:
-            self._ended.append(self._scores)
+        if len(log_probs) < CHUNK_TOKENS:
+            if command.sampling.prompt_log_probs:
+                self._ended.append(self._scores)
             del self._unscored[command.id]
             self._scores = None
             self._add(command)
@@ -245,8 +246,6 @@ class StepLoop:
             return
         if not command.sampling.top_log_probs:
             self._top_log_probs.close(command.id)
-        elif not command.sampling.prompt_log_probs:
-            self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command
 
     def _await(self, command: AddSequence) -> None:

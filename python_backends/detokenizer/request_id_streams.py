@@ -170,7 +170,7 @@ class RequestIdStreams:
             EngineFailed: no stream has the request's id.
             Unavailable: the model ``detokenizer`` does not answer.
         """
-        token_ids = inputs.integers("output_ids")[: sum(inputs.integers("sequence_length"))]
+        token_ids = inputs.values("output_ids")[: sum(inputs.values("sequence_length"))]
         request_id = request.request_id()
         if self._sender is not None and request_id not in self._table:
             if (metadata := self._sender.take(request_id)) is not None:
@@ -182,7 +182,7 @@ class RequestIdStreams:
             first_token_ns=inputs.scalar("first_token_time_ns", 0),
             last_token_ns=inputs.scalar("last_token_time_ns", 0),
         )
-        return TokenIncrement(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options=options)
+        return TokenIncrement(state, token_ids, inputs.values("output_log_probs")[: len(token_ids)], options=options)
 
     def stop(self, state: StreamState) -> bool:
         """End a stream in whose text a stop string matched; return True: Triton delivers the request."""

@@ -47,8 +47,7 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
     if ids is not None:
         if pairs:
             raise InvalidArgument("text_pair", "must be left out with input_ids, got both")
-        given = [[token for token in row if token != NO_ID] for row in ids.tolist()]
-        rows = tokens.ids("input_ids", given, longest)
+        rows = tokens.ids("input_ids", [_given(row) for row in ids.tolist()], longest)
         return EncoderRequest(tuple(rows), len(rows), dimensions, False)
     if not pairs:
         return EncoderRequest(
@@ -69,6 +68,12 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
     else:
         rows = _checked(tokens.pairs("text_pair", list(zip(texts, pairs, strict=True)), longest))
     return EncoderRequest(tuple(rows), len(texts), dimensions, True)
+
+
+def _given(row: list[int]) -> list[int]:
+    while row and row[-1] == NO_ID:
+        row.pop()
+    return row
 
 
 def _dimensions(inputs: Inputs, encoder: Encoder) -> int:

@@ -91,6 +91,10 @@ class Tokens:
         self, name: str, texts: Sequence[tuple[str, ...]], most: int | None, *, special: bool, around: int = 0
     ) -> list[Row | PromptTooLong]:
         """around: tokens that the caller adds to each row."""
+        least = self._tokenizer.num_special_tokens_to_add(max(map(len, texts), default=1) > 1) if special else 0
+        if most is not None and most < least:  # the library would cut nothing
+            problem = f"must be at least {least}, the special tokens of an input, got {most}"
+            raise InvalidArgument("truncate_prompt_tokens", problem)
         if most is None:
             self._tokenizer.no_truncation()
         else:

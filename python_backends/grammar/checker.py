@@ -7,6 +7,7 @@ Unavailable: a gateway would take the replica out, for all its requests.
 
 from __future__ import annotations
 
+import math
 import queue
 import signal
 import subprocess
@@ -19,10 +20,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
-from typing import NamedTuple
 
 from contract.backend_settings import Settings
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError, Unavailable
+from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
@@ -34,20 +34,14 @@ _POLL_S = 0.05
 _BUSY_FACTOR = 4
 _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
+_COST_KEPT_S = 60.0  # a refusal for what a grammar costs: this machine may have been busier than it is later
 _CRASHES = 2  # of one grammar, until it is refused
 _ATTEMPTS = 4  # a process that does not start, or was killed from outside, only delays
 _EXIT_S = 5.0  # which a process that closed its connection has to end; some write a core file
 
 Result = Guide | TridentError
 OnResult = Callable[[Result], None]
-
-
-class _Request(NamedTuple):
-    """One that waits for its guide; its fields are arguments of ``GrammarChecker.check``."""
-
-    on_result: OnResult
-    request_id: str
-    deadline_ns: int | None
+Needed = Callable[[], bool]
 
 
 class GrammarChecker:
@@ -63,10 +57,9 @@ class GrammarChecker:
         self._folder, self._end_id, self._timeout_s, self._stall_s = folder, end_id, timeout_s, stall_s
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
-        self._handing_over = threading.Lock()
-        self._kept: OrderedDict[Guide, Result] = OrderedDict()
+        self._kept: OrderedDict[Guide, tuple[Result, float]] = OrderedDict()  # and until when, as time.monotonic()
         self._kept_bytes = 0
-        self._waiting: dict[Guide, list[_Request]] = {}
+        self._waiting: dict[Guide, list[tuple[OnResult, Needed]]] = {}
         self._queue: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -84,12 +77,11 @@ class GrammarChecker:
         limits = settings.grammar_timeout_s, settings.grammar_stall_s, settings.max_waiting
         return cls(found, manifest.eos_token_ids[0], *limits)
 
-    def check(self, guide: Guide, on_result: OnResult, request_id: str = "", deadline_ns: int | None = None) -> None:
+    def check(self, guide: Guide, on_result: OnResult, needed: Needed = lambda: True) -> None:
         """Call ``on_result`` once with the guide to generate with, or why there is none: now if it is known, else from
         the checker's thread, which it must not end with an exception.
 
-        request_id: see ``stop``.
-        deadline_ns: CLOCK_MONOTONIC, when the result becomes DeadlineExceeded; None for no deadline.
+        needed: whether the request still waits; a guide for which none does may be left out, without a call.
 
         Raises:
             Overloaded: too many guides wait to be checked, or too many requests for them.
@@ -98,7 +90,7 @@ class GrammarChecker:
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is shutting down")
-            result = self._kept.get(guide)
+            result = self._known(guide)
             if result is None:
                 if sum(map(len, self._waiting.values())) >= self._max_waiting:
                     raise Overloaded(f"queue full: {self._max_waiting} requests wait for grammars to be compiled")
@@ -107,16 +99,9 @@ class GrammarChecker:
                         raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled")
                     self._waiting[guide] = []
                     self._queue.put(guide)
-                self._waiting[guide].append(_Request(on_result, request_id, deadline_ns))
+                self._waiting[guide].append((on_result, needed))
                 return
-            self._kept.move_to_end(guide)
         on_result(result)
-
-    def stop(self, request_id: str) -> None:
-        """Answer the requests of that id that wait with Cancelled; none of them gets its guide after this returns."""
-        with self._handing_over:
-            error = Cancelled("the request was stopped while its grammar waited to be compiled")
-            self._answer(lambda request: request.request_id == request_id, error)
 
     def close(self) -> None:
         """Kill the process; guides that wait get Unavailable."""
@@ -130,49 +115,34 @@ class GrammarChecker:
 
     def _run(self) -> None:
         while (guide := self._queue.get()) is not None:
-            self._answer_expired()
             with self._lock:
-                if not self._waiting[guide]:
+                if not any(needed() for _, needed in self._waiting[guide]):
                     del self._waiting[guide]
                     continue
             result = self._check(guide)
-            if isinstance(result, Guide | InvalidArgument):
-                with self._lock:
+            with self._lock:
+                if isinstance(result, Guide | InvalidArgument):
                     self._keep(guide, result)
-            self._hand_over(guide, result)
+                requests = self._waiting.pop(guide)
+            for on_result, _ in requests:
+                on_result(result)
         self._end_process()
 
-    def _hand_over(self, guide: Guide, result: Result) -> None:
-        """Answer the requests of a guide one by one: ``stop`` finds each of them here, or where its callback put it."""
-        while True:
-            with self._handing_over:
-                with self._lock:
-                    if not self._waiting[guide]:
-                        del self._waiting[guide]
-                        return
-                    request = self._waiting[guide].pop(0)
-                request.on_result(result)
-
-    def _answer_expired(self) -> None:
-        now_ns = time.monotonic_ns()
-        error = DeadlineExceeded("the deadline passed while its grammar waited to be compiled")
-        self._answer(lambda request: request.deadline_ns is not None and now_ns >= request.deadline_ns, error)
-
-    def _answer(self, chosen: Callable[[_Request], bool], error: TridentError) -> None:
-        """Answer the waiting requests that are chosen. A guide without any is not checked."""
-        answered: list[_Request] = []
-        with self._lock:
-            for guide, requests in self._waiting.items():
-                answered += filter(chosen, requests)
-                self._waiting[guide] = [request for request in requests if not chosen(request)]
-        for request in answered:
-            request.on_result(error)
+    def _known(self, guide: Guide) -> Result | None:
+        result, until_s = self._kept.pop(guide, (None, 0.0))
+        if result is not None and time.monotonic() < until_s:
+            self._kept[guide] = result, until_s  # the newest
+            return result
+        self._kept_bytes -= _size(guide, result) if result else 0
+        return None
 
     def _keep(self, guide: Guide, result: Result) -> None:
-        self._kept[guide] = result
+        kept_s = None if isinstance(result, Guide) else result.retry_after_s
+        self._kept[guide] = result, math.inf if kept_s is None else time.monotonic() + kept_s
         self._kept_bytes += _size(guide, result)
         while self._kept_bytes > _MOST_KEPT_BYTES:
-            self._kept_bytes -= _size(*self._kept.popitem(last=False))
+            oldest, (result, _) = self._kept.popitem(last=False)
+            self._kept_bytes -= _size(oldest, result)
 
     def _check(self, guide: Guide) -> Result:
         crashes = 0
@@ -186,7 +156,8 @@ class GrammarChecker:
                     self._end_process()
                     return late
                 checked: Checked = connection.recv()
-                return checked.guide or InvalidArgument(checked.field, checked.problem)
+                refusal = _costly if checked.costly else InvalidArgument
+                return checked.guide or refusal(checked.field, checked.problem)
             except (EOFError, OSError):
                 status = self._end_process(_EXIT_S)
                 crashes += started and status != -signal.SIGKILL
@@ -202,10 +173,9 @@ class GrammarChecker:
         pid = self._process.pid if self._process else -1
         end_s, before_s = time.monotonic() + _BUSY_FACTOR * self._timeout_s, cpu_s(pid) or 0.0
         while not connection.poll(_POLL_S):
-            self._answer_expired()
             if (cpu_s(pid) or 0.0) - before_s > self._timeout_s:
                 problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
-                return InvalidArgument("guided_decoding_guide", problem)
+                return _costly("guided_decoding_guide", problem)
             if time.monotonic() > end_s:
                 return Overloaded("this machine is too busy to compile a grammar")
         return None
@@ -228,7 +198,6 @@ class GrammarChecker:
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         end_s = time.monotonic() + _START_S
         while not self._connection.poll(_POLL_S):
-            self._answer_expired()
             if time.monotonic() > end_s:
                 raise OSError("the grammar compiler does not start")
         self._connection.recv()
@@ -247,6 +216,12 @@ class GrammarChecker:
             return process.wait(exit_s)
         process.kill()
         return process.wait()
+
+
+def _costly(field: str, problem: str) -> InvalidArgument:
+    error = InvalidArgument(field, problem)
+    error.retry_after_s = _COST_KEPT_S
+    return error
 
 
 def _size(guide: Guide, result: Result) -> int:

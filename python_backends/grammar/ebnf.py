@@ -6,11 +6,13 @@ long repetition is built of blocks that share their states (benchmarks/LOG.md), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from contract.errors import InvalidArgument
 from python_backends.grammar.languages import (
     ANY_CHARACTER,
+    ANY_RANGES,
     Characters,
     Either,
     Language,
@@ -25,6 +27,7 @@ from python_backends.grammar.languages import (
 _BLOCK = 16  # characters whose states a long repetition of characters shares
 _LONGEST_PLAIN = 16  # repetitions written as such
 _MOST_STATES = 400
+_DEEPEST = 32  # states of an automaton inside each other, in one rule
 _MOST_RULES = 20_000
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _UNESCAPED: Ranges = outside(union([(0, 31), (34, 34), (92, 92)]))
@@ -88,8 +91,9 @@ NEVER = Choice(())
 
 def row(*parts: Node | str) -> Node:
     """Return the parts in a row; a string is a Text."""
-    nodes = [Text(part) if isinstance(part, str) else part for part in parts]
-    nodes = [node for node in nodes if node != END]
+    given = (Text(part) if isinstance(part, str) else part for part in parts)
+    flat = (node for part in given for node in (part.parts if isinstance(part, Row) else (part,)))
+    nodes = [node for node in flat if node != END]
     return nodes[0] if len(nodes) == 1 else Row(tuple(nodes)) if nodes else END
 
 
@@ -184,16 +188,19 @@ class Grammar:
             block = _BLOCK if isinstance(language.item, Characters) else 1
             return None if item is None else self.repeated(item, language.least, language.most, block)
         if isinstance(language, Sequenced):
-            first, rest = self._plain(language.first, json), self._plain(language.rest, json)
-            return None if first is None or rest is None else row(first, rest)
+            return self._all_plain(row, _in_a_row(language), json)
         if isinstance(language, Either):
-            parts = [self._plain(part, json) for part in sorted(language.parts, key=repr)]
-            return None if None in parts else choice(*(part for part in parts if part is not None))
+            return self._all_plain(choice, sorted(language.parts, key=repr), json)
         return None
+
+    def _all_plain(self, join: Callable[..., Node], parts: Sequence[Language], json: bool) -> Node | None:
+        nodes = [node for part in parts if (node := self._plain(part, json)) is not None]
+        return join(*nodes) if len(nodes) == len(parts) else None
 
     def _character(self, ranges: Ranges, json: bool) -> Node:
         if not json:
-            return Class(ranges) if ranges else NEVER
+            within = outside(outside(ranges))
+            return Class(within) if within else NEVER
         raw = outside(union([*outside(ranges), *outside(_UNESCAPED)]))
         parts: list[Node] = [Class(raw)] if raw else []
         escaped = [p for p in (*range(32), 34, 92) if any(low <= p <= high for low, high in ranges)]
@@ -207,12 +214,14 @@ class Grammar:
         found = automaton(language, _MOST_STATES)
         if found is None:
             return NEVER
-        before = [0] * len(found.ends)
-        for edges in found.edges:
-            for _, place in edges:
-                before[place] += 1
+        before, depth = [0] * len(found.ends), [0] * len(found.ends)
+        for place, edges in enumerate(found.edges):
+            for _, following in edges:
+                before[following] += 1
+                depth[following] = depth[place] + 1
         before[0] = 2
-        rules = {place: self.reserve("s") for place, count in enumerate(before) if count > 1}
+        own = (place for place, count in enumerate(before) if count > 1 or depth[place] % _DEEPEST == 0)
+        rules = {place: self.reserve("s") for place in own}
 
         def body(place: int) -> Node:
             ways = [
@@ -231,8 +240,12 @@ class Grammar:
         Parts that match no finite text are left out, and rules that nothing needs.
         """
         finite: set[str] = set()
-        while more := {name for name, node in self._rules.items() if name not in finite and _finite(node, finite)}:
-            finite |= more
+        size = -1
+        while size != len(finite):
+            size = len(finite)
+            for name, node in self._rules.items():
+                if name not in finite and _finite(node, finite):
+                    finite.add(name)
         if not _finite(root, finite):
             return ""
         lines: dict[str, str] = {}
@@ -272,6 +285,9 @@ def _pruned(node: Node, finite: set[str], needed: list[tuple[str, Node]], rules:
 def _written(node: Node, inside: bool = False) -> str:
     match node:
         case Text(text):
+            if bad := next((c for c in text if not any(low <= ord(c) <= high for low, high in ANY_RANGES)), ""):
+                problem = f"must hold no surrogates and no characters from U+100000, got U+{ord(bad):04X}"
+                raise InvalidArgument("guided_decoding_guide", problem)
             return '"' + "".join(_point(ord(c), " !#$%&()*+,-./:;<=>?@[]^_`{|}~'") for c in text) + '"'
         case Class(ranges):
             return "[" + "".join(_span(low, high) for low, high in ranges) + "]"
@@ -285,6 +301,14 @@ def _written(node: Node, inside: bool = False) -> str:
         case Choice(parts):
             text = " | ".join(_written(part, isinstance(part, Choice)) for part in parts)
     return f"({text})" if inside else text
+
+
+def _in_a_row(language: Language) -> list[Language]:
+    parts: list[Language] = []
+    while isinstance(language, Sequenced):
+        parts.append(language.first)
+        language = language.rest
+    return [*parts, language]
 
 
 def _span(low: int, high: int) -> str:

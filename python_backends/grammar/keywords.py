@@ -14,7 +14,19 @@ from urllib.parse import unquote
 
 from contract.errors import InvalidArgument
 from python_backends.grammar import numbers, patterns
-from python_backends.grammar.languages import ANY_CHARACTER, ANYTHING, Language, both, complement, either, repeat, word
+from python_backends.grammar.languages import (
+    ANY_CHARACTER,
+    ANYTHING,
+    NOTHING,
+    Characters,
+    Language,
+    Repeated,
+    both,
+    complement,
+    either,
+    repeat,
+    word,
+)
 from python_backends.grammar.shapes import (
     ALL,
     ANY,
@@ -412,8 +424,12 @@ def text_language(strings: Strings) -> Language:
     """Return the texts of a shape's strings as one set."""
     if strings.words is not None:
         return either(*(word(text) for text in strings.words))
-    lengths = [repeat(ANY_CHARACTER, strings.least, strings.most)] if strings.least or strings.most is not None else []
-    return both(*strings.languages, *lengths)
+    least, most = strings.least, strings.most
+    match strings.languages or (ANYTHING,):
+        case (Repeated(Characters() as item, fewest, limit),):  # an automaton would count the characters
+            least, most = max(least, fewest), min((n for n in (most, limit) if n is not None), default=None)
+            return NOTHING if most is not None and most < least else repeat(item, least, most)
+    return both(*strings.languages, repeat(ANY_CHARACTER, least, most))
 
 
 def _other_strings(strings: Strings | None) -> Strings | None:

@@ -183,10 +183,12 @@ def sequence(*parts: Language) -> Language:
             return NOTHING
         if part == EMPTY_TEXT:
             continue
-        if isinstance(part, Sequenced):
+        if result == EMPTY_TEXT:
+            result = part
+        elif isinstance(part, Sequenced):
             result = sequence(part.first, sequence(part.rest, result))
         else:
-            result = part if result == EMPTY_TEXT else Sequenced(part, result)
+            result = Sequenced(part, result)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from statistics import linear_regression, mean, pvariance
 
@@ -16,7 +17,8 @@ LONG_WALK_TOKENS = 192
 _END_TOKENS = 8  # whose mean is the cost at the end of the long walk
 WALK_S = 0.4
 LONG_WALK_S = 0.8
-SEVERAL_CORES = 4  # that the library's compiler makes use of
+# That the library's compiler makes use of, as many as this process may.
+COMPILING_CORES = min(4, len(os.sched_getaffinity(0)))
 _FEWEST_TO_GROW = 6  # tokens of a walk whose second half can tell a slope from chance
 _SURE = 3.0  # standard errors
 _STEPS_A_STALL = 3  # every token of a grammar may cost only a part of what compiling it once may
@@ -51,7 +53,7 @@ class MeasuredCompiler:
             _refuse_cost("compiling it", compiling_s, requested.stall_s)
             _refuse_cost("a token", token_s, requested.stall_s / _STEPS_A_STALL)
         except InvalidArgument as exc:
-            return Checked(field=exc.field, problem=exc.problem)
+            return Checked(field=exc.field, problem=exc.problem, costly=True)
         except (RuntimeError, UnicodeDecodeError) as exc:
             # The library cuts what it says at a byte, within a character too.
             message = exc.object.decode(errors="replace") if isinstance(exc, UnicodeDecodeError) else str(exc)

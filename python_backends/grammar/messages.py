@@ -27,8 +27,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """The guide as the engine compiles it, or the problem with it, in the words of an error of ``field``."""
+    """The guide as the engine compiles it, or the problem with it, in the words of an error of ``field``.
+
+    costly: the problem is what it takes, measured on this machine.
+    """
 
     guide: Guide | None = None
     field: str = ""
     problem: str = ""
+    costly: bool = False

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from python_backends.grammar.languages import (
-    EMPTY_TEXT,
     NOTHING,
     Language,
     both,
@@ -24,6 +23,7 @@ _BEYOND = Decimal(10) ** MOST_DIGITS
 _DIGIT = characters((48, 57))
 _DIGITS = repeat(_DIGIT, 0, None)
 _FRACTION = whole_text(r"(\.\d+)?")
+_UNSIGNED = whole_text(r"(0|[1-9]\d*)(\.\d+)?")
 
 NUMBER = whole_text(rf"-?(0|[1-9]\d{{0,{MOST_DIGITS - 1}}})(\.\d{{1,{MOST_DIGITS}}})?")
 INTEGER = whole_text(rf"-?(0|[1-9]\d{{0,{MOST_DIGITS - 1}}})")
@@ -40,7 +40,8 @@ def at_least(bound: Decimal, *, above: bool = False) -> Language:
     whole_part, fraction = _digits(abs(bound))
     if bound > 0 or (bound == 0 and above):
         return _from(whole_part, fraction, above)
-    return either(sequence(_DIGIT, _DIGITS, _FRACTION), sequence(word("-"), _up_to(whole_part, fraction, above)))
+    up_to = both(_UNSIGNED, complement(_from(whole_part, fraction, not above)))
+    return either(sequence(_DIGIT, _DIGITS, _FRACTION), sequence(word("-"), up_to))
 
 
 def at_most(bound: Decimal, *, below: bool = False) -> Language:
@@ -120,32 +121,7 @@ def _fraction_from(fraction: str, above: bool) -> Language:
     return sequence(word("."), tail)
 
 
-def _up_to(whole_part: str, fraction: str, below: bool) -> Language:
-    """Return unsigned numbers up to whole_part.fraction."""
-    smaller: list[Language] = [sequence(characters("123456789"), repeat(_DIGIT, 0, len(whole_part) - 2))] * (
-        len(whole_part) > 1
-    )
-    if whole_part != "0":
-        smaller.append(word("0"))
-    for place, digit in enumerate(whole_part):
-        low = 48 if place else 49
-        if ord(digit) > low:
-            rest = repeat(_DIGIT, len(whole_part) - place - 1, len(whole_part) - place - 1)
-            smaller.append(sequence(word(whole_part[:place]), characters((low, ord(digit) - 1)), rest))
-    return either(sequence(either(*smaller), _FRACTION), sequence(word(whole_part), _fraction_up_to(fraction, below)))
-
-
-def _fraction_up_to(fraction: str, below: bool) -> Language:
-    if not fraction:
-        return NOTHING if below else either(EMPTY_TEXT, sequence(word("."), repeat(word("0"), 1, None)))
-    tail: Language = NOTHING if below else repeat(word("0"), 0, None)
-    for digit in reversed(fraction):
-        lower = sequence(characters((48, ord(digit) - 1)), _DIGITS) if digit != "0" else NOTHING
-        tail = either(EMPTY_TEXT, lower, sequence(word(digit), tail))
-    return either(EMPTY_TEXT, sequence(word("."), tail))
-
-
 def short(states: int, *, whole: bool = False) -> Language:
     """Return numbers of so few digits that counting them in each of ``states`` states stays cheap."""
-    digits = max(3, min(MOST_DIGITS, 200 // states))
+    digits = max(3, min(MOST_DIGITS, (200 if whole else 180) // states))
     return whole_text(rf"-?(0|[1-9]\d{{0,{digits - 1}}})" + ("" if whole else rf"(\.\d{{1,{digits}}})?"))

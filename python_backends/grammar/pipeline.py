@@ -5,7 +5,6 @@ Its model costs nothing, so what a step takes is what the grammar costs.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import openvino_genai as genai
 
 from contract.generation import Guide
 from python_backends.grammar.measured_compiler import (
+    COMPILING_CORES,
     LONG_WALK_S,
     LONG_WALK_TOKENS,
-    SEVERAL_CORES,
     WALK_S,
     WALK_TOKENS,
     MeasuredCompiler,
@@ -72,7 +71,7 @@ class GrammarPipeline(MeasuredCompiler):
         config.structured_output_config = structured_output(guide)
         handle = pipeline.add_request(1, ov.Tensor(np.array([[requested.end_id]], np.int64)), config)
         # Time of the CPU, which does not depend on what else runs; compiling is spread over cores, a step is not.
-        compiling_s = self._step(pipeline) / min(SEVERAL_CORES, os.cpu_count() or 1)
+        compiling_s = self._step(pipeline) / COMPILING_CORES
         steps: list[float] = []
         while pipeline.has_non_finished_requests() and sum(steps) < most_s and compiling_s <= requested.stall_s:
             steps.append(self._step(pipeline))

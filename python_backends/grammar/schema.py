@@ -181,7 +181,7 @@ class _SchemaGrammar:
                 after = END
                 continue
             item = row("," if place else "", self._value(shape.prefix[place]), after)
-            after = item if place < shape.least else choice(item, END)
+            after = self._grammar.named("i", item if place < shape.least else choice(item, END))
         return row("[", after, "]")
 
     def _containing(self, shape: Arrays, at: str) -> Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ import numpy as np
 
 from contract.generation import Guide
 from python_backends.grammar.measured_compiler import (
+    COMPILING_CORES,
     LONG_WALK_S,
     LONG_WALK_TOKENS,
-    SEVERAL_CORES,
     WALK_S,
     WALK_TOKENS,
     MeasuredCompiler,
@@ -46,7 +45,7 @@ class XGrammarCompiler(MeasuredCompiler):
         tagged = guide.kind == "structural_tag"
         compile_guide = self._compiler.compile_structural_tag if tagged else self._compiler.compile_grammar
         matcher = self._library.GrammarMatcher(compile_guide(guide.text))
-        compiling_s = (time.process_time() - begun_s) / min(SEVERAL_CORES, os.cpu_count() or 1)
+        compiling_s = (time.process_time() - begun_s) / COMPILING_CORES
         if compiling_s > requested.stall_s:
             return compiling_s, [], []
         steps = self._steps(matcher, WALK_TOKENS, WALK_S, again=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ class TritonPythonModel:
         except FutureTimeout:
             raise Overloaded("the grammar is being compiled; send the request again") from None
         if isinstance(guide, TridentError):
-            raise guide
+            raise copy.copy(guide)  # the checker keeps this one, and its traceback would keep requests
         return {"guided_decoding_guide_type": texts(guide.kind), "guided_decoding_guide": texts(guide.text)}
 
     def _parse(self, request: Request) -> _Prompt | TridentError:

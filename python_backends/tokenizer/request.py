@@ -125,7 +125,7 @@ def parse(
     if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
         name = "min_tokens" if inputs.scalar("min_length") is None else "min_length"
         raise InvalidArgument(name, f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
-    bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.floats("embedding_bias_weights")
+    bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.values("embedding_bias_weights")
     if len(bias_words) != len(bias_weights):
         raise InvalidArgument(
             "embedding_bias_weights", f"must have a value per word, got {len(bias_weights)} for {len(bias_words)}"
@@ -244,7 +244,7 @@ def _end_id(inputs: Inputs, vocab_size: int) -> int | None:
 
 
 def _ids(inputs: Inputs, name: str, vocab_size: int) -> list[int]:
-    ids = inputs.integers(name)
+    ids = inputs.values(name)
     if len(ids) > _MAX_STOPS:
         raise InvalidArgument(name, f"must hold at most {_MAX_STOPS} ids, got {len(ids)}")
     for token in ids:

@@ -47,11 +47,17 @@ def test_every_setting_comes_from_its_variable(monkeypatch, variable, text, fiel
     assert getattr(Settings.from_env(), field) == value
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "", " 3"])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", " 3"])
 def test_a_count_that_is_none_is_refused_by_the_variables_name(monkeypatch, text):
     monkeypatch.setenv("TRIDENT_SENDER_THREADS", text)
     with pytest.raises(InvalidArgument, match="TRIDENT_SENDER_THREADS: must be a whole number from 1, got"):
         Settings.from_env()
+
+
+def test_an_empty_variable_is_an_unset_one(monkeypatch):
+    for name in ("TRIDENT_SENDER_THREADS", "TRIDENT_CONTROL_SOCKET", "TRIDENT_STALL_S", "TRIDENT_DRAIN_FILE"):
+        monkeypatch.setenv(name, "")
+    assert Settings.from_env() == Settings(Path("/engines/demo"), "trident-engine")
 
 
 @pytest.mark.parametrize("text", ["2", "nan", "inf", "soon"])

@@ -75,7 +75,7 @@ def test_an_error_survives_its_text_and_tritons_prefix(name, message):
         assert type(read) is type(error) and str(read) == str(error)
 
 
-@given(st.sampled_from(["max_tokens", "runtime_top_k", "x-tenant"]), messages)
+@given(st.sampled_from(["max_tokens", "runtime_top_p (top_p)", "x-tenant"]), messages)
 def test_a_refusals_field_survives_its_text(field, problem):
     read = from_text(to_text(PromptTooLong(field, problem)))
     assert (type(read), read.field, read.problem) == (PromptTooLong, field, problem)

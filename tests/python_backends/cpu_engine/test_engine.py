@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable, from_text
-from contract.generation import SamplingParams
+from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, Unavailable, from_text
+from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine import ticker, worker_starts
 from python_backends.cpu_engine.engine import Engine
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
@@ -129,7 +129,7 @@ class Setting:
     def link(self):
         return self.links[-1]
 
-    def submit(self, prompt=4, max_tokens=10, sink=None, **changes):
+    def submit(self, prompt=4, max_tokens=10, sink=None, held=False, **changes):
         fields = {
             "request_id": "",
             "input_ids": np.arange(prompt, dtype=np.int64),
@@ -145,7 +145,7 @@ class Setting:
             "timeout_ns": 0,
         }
         sink = sink or Sink()
-        return self.engine.submit(EngineRequest(**fields | changes), sink), sink
+        return self.engine.submit(EngineRequest(**fields | changes), sink, held), sink
 
     def wait_until_sent(self, key, sink, ids):
         """Until the sink has so many ids and its sender is free for more: what comes before waits for a later step."""
@@ -503,6 +503,74 @@ def test_a_deadline_that_passes_while_running_stops_the_worker(setting):
     assert sink.end() == (StreamEvent.ERROR, [1])
     assert isinstance(from_text(sink.increments[-1].error), DeadlineExceeded)
     assert "while it was generating" in sink.increments[-1].error and setting.link.ended() == [key]
+
+
+# ---- guides ---------------------------------------------------------------------------------------------------------
+
+
+GUIDE, CHECKED = Guide("choice", '["a"]'), Guide("ebnf_grammar", 'root ::= "a"')
+
+
+def test_a_held_request_starts_with_its_checked_guide(setting):
+    key, sink = setting.submit(held=True, guide=GUIDE)
+    other, _ = setting.submit()
+    assert setting.link.added() == [other] and setting.engine._load().waiting == 1 and key in setting.engine
+    setting.engine.guide_checked(key, CHECKED)
+    assert setting.link.commands[-1].id == key and setting.link.commands[-1].guide == CHECKED
+    setting.link.report((key, [1], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.LENGTH, [1]) and key not in setting.engine
+
+
+def test_a_held_request_whose_guide_is_refused_gets_the_error_and_is_counted_once(setting, triton):
+    key, sink = setting.submit(held=True, guide=GUIDE)
+    setting.engine.guide_checked(key, InvalidArgument("guided_decoding_guide", "must compile"))
+    assert sink.end() == (None, []) and sink.error.problem == "must compile" and setting.is_empty()
+    setting.engine.guide_checked(key, CHECKED)
+    assert setting.link.commands == []
+    comes_to(lambda: value(triton, "trident_errors_total", error_type="InvalidArgument"), 1)
+    assert not value(triton, "trident_requests_total", finish_reason="error")
+    assert not value(triton, "trident_input_tokens_total")
+
+
+def test_a_held_request_that_finds_a_full_queue_is_refused(open_setting):
+    setting = open_setting(max_waiting=1)
+    key, sink = setting.submit(held=True, guide=GUIDE)
+    for _ in range(3):
+        setting.submit()
+    with pytest.raises(Overloaded, match="queue full: 1 of 1 requests wait") as caught:
+        setting.engine.guide_checked(key, CHECKED)
+    setting.engine.guide_checked(key, caught.value)
+    assert sink.end() == (None, []) and sink.error is caught.value and len(setting.engine) == 3
+
+
+@pytest.mark.parametrize("ended_by", ["stop_request", "client", "deadline", "shutdown"])
+def test_a_held_request_can_be_ended(setting, ended_by):
+    key, sink = setting.submit(held=True, guide=GUIDE, request_id="r", timeout_ns=SECOND)
+    if ended_by == "stop_request":
+        assert setting.engine.stop_request("r") == 1
+    elif ended_by == "client":
+        setting.control(Verb.CANCEL, key)
+    elif ended_by == "deadline":
+        setting.clock.move(2)
+    else:
+        setting.engine.abort("draining")
+    if ended_by in ("stop_request", "client"):
+        assert sink.end() == (StreamEvent.CANCELLED, [])
+    else:
+        assert sink.end() == (None, [])
+        waited = "the deadline passed while its grammar waited to be compiled"
+        assert str(sink.error) == (waited if ended_by == "deadline" else "draining")
+    setting.engine.guide_checked(key, CHECKED)
+    assert setting.is_empty() and setting.link.commands == []
+
+
+def test_a_held_request_is_not_probed(setting):
+    _, sink = setting.submit(held=True, guide=GUIDE)
+    _, running = setting.submit()
+    for probes in (1, 2):
+        setting.clock.move(1)
+        running.wait(lambda sink, probes=probes: len(sink.increments) == probes)
+    assert not sink.increments
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

@@ -338,10 +338,20 @@ def test_a_stop_request_reaches_requests_whose_grammar_waits_to_be_compiled(send
     guide = guided("regex", f"{uuid.uuid4()}")
     stopped, other = (send(request_id=name, **guide) for name in ("stopped", "other"))
     assert len(answers(send(request_id="stopped", stop=True))) == 1
-    [response] = stopped.responses
-    assert "Cancelled: the request was stopped while its grammar waited" in response.error().message()
+    [answer] = answers(stopped)
+    assert state(answer).event is StreamEvent.CANCELLED and ids([answer]) == []
     os.kill(compiler, signal.SIGCONT)
     assert ids(answers(other))
+
+
+@pytest.mark.slow
+def test_a_defect_at_the_start_of_a_guided_request_ends_no_other(model, send, answers, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(model._engine._scheduler, "offer", lambda key: 1 / 0)
+        sender = send(**guided("regex", f"{uuid.uuid4()}"))
+        assert sender.final.wait(60)
+    assert "EngineFailed: the engine could not start the request: ZeroDivision" in sender.responses[0].error().message()
+    assert ids(answers(send(**guided("regex", f"{uuid.uuid4()}"))))
 
 
 @pytest.mark.slow

@@ -79,6 +79,26 @@ def test_the_oldest_waiting_keys_are_told_first():
     assert admission.waiting_keys(10) == [7, 5, 6]
 
 
+def test_a_held_request_starts_only_once_it_is_offered_behind_those_that_came_before():
+    admission = Scheduler(slots=10, blocks=10, max_waiting=1)
+    admission.hold(1, 3, 0.9)
+    admission.hold(2, 3)
+    assert admission.schedule() == [] and admission.waiting == 2 and admission.waiting_keys(9) == []
+    admission.enqueue(3, 3)  # those that are held leave the queue free
+    with pytest.raises(Overloaded, match="queue full: 1 of 1 requests wait"):
+        admission.offer(2)
+    assert admission.schedule() == [3]
+    admission.offer(1)
+    assert not admission.holds(1) and admission.schedule() == [1] and admission.waiting == 0
+
+
+def test_a_held_request_may_leave():
+    admission = Scheduler(slots=10, blocks=10, max_waiting=1)
+    admission.hold(1, 3)
+    admission.release(1)
+    assert not admission.holds(1) and admission.waiting == 0 and admission.schedule() == []
+
+
 class AnyTraffic(RuleBasedStateMachine):
     """Requests come and go in any order, some of them twice."""
 

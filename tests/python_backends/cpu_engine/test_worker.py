@@ -5,6 +5,7 @@ import dataclasses
 import re
 import shutil
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from contract.scheduling import BLOCK_TOKENS
+from python_backends.cpu_engine import top_log_probs
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_pipeline
@@ -343,6 +345,23 @@ def test_top_log_probs_agree_with_the_chosen_ones(worker):
     for token, value, entry in zip(ids, log_probs, top, strict=True):
         assert entry.ids[0] == token and entry.log_probs[0] == value  # greedy takes the likeliest
         assert entry.log_probs == sorted(entry.log_probs, reverse=True) and len(set(entry.ids)) == 5
+
+
+def test_the_prompts_of_top_log_probs_are_read_a_chunk_in_a_step(triton_types, tiny_engine, monkeypatch):
+    prompt, sampling = np.arange(240), SamplingParams(top_k=1, top_log_probs=2)
+    scored = [AddSequence(id, prompt, 4, sampling, frozenset()) for id in (2, 3)]
+    steps = iter([[sequence(1, [5, 6], 60)], scored])
+    schedule, fed, logits = Schedule(lambda schedule: next(steps, None)), Counter(), top_log_probs._Sequence._logits
+
+    def counted(self, feed):
+        fed[len(schedule.reports)] += feed.size
+        return logits(self, feed)
+
+    monkeypatch.setattr(top_log_probs._Sequence, "_logits", counted)
+    schedule.run(tiny_engine)
+    assert 128 <= max(fed.values()) < 140 and sum(fed.values()) >= 2 * prompt.size
+    assert schedule.generated[2] == schedule.generated[3] == undisturbed(tiny_engine, prompt, 4)
+    assert not any(output.prompt_log_probs for report in schedule.reports for output in report.outputs)
 
 
 # ---- sampling parameters --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def read(triton, tmp_path):
 
 def test_texts_ids_and_pairs_become_rows(read):
     assert (len(read(text_input=[["a"], ["b"]]).rows), read(text_input=[["a"]]).scored) == (2, False)
-    assert [list(row.ids) for row in read(input_ids=[[5, 6], [7, -1]]).rows] == [[5, 6], [7]]
+    assert [list(row.ids) for row in read(input_ids=[[5, 6, 8], [7, -1, -1]]).rows] == [[5, 6, 8], [7]]
     pair = read(text_input=[["a"]], text_pair=[["b"]])
     assert (len(pair.rows), pair.count, pair.scored) == (2, 1, True)
     assert len(read("rerank", Encoder("cls", False, 1), text_input=[["a"]], text_pair=[["b"]]).rows) == 1
@@ -50,6 +50,7 @@ def test_a_prompt_stands_before_the_text_and_the_models_own_before_a_pair(read):
             "text_pair: must have one entry for each",
         ),
         ({"input_ids": [[1]], "text_pair": [["a"]]}, "text_pair: must be left out with input_ids"),
+        ({"input_ids": [[5, -1, 6]]}, r"input_ids\[0\]: must hold token ids from 0 to 63, got -1"),
         ({"input_ids": [[-1]]}, r"input_ids\[0\]: must hold at least one"),
         ({"text_input": [["a"], [b"\xff"]]}, r"text_input\[1\]: must be UTF-8"),
         ({"text_input": [["a"], ["a"]], "text_pair": [["a"], ["\0"]]}, r"text_pair\[1\]: must hold no NUL"),

@@ -43,6 +43,15 @@ def test_a_text_is_cut_between_its_special_tokens(tokens, most):
     assert len(row.ids) == most and (row.ids[0], row.ids[-1]) == (2, 3)
 
 
+def test_a_length_without_room_for_the_special_tokens_is_refused(tokens):
+    assert len(tokens.texts("text_input", ["a a a"], 2)[0].ids) == 2
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens: must be at least 2, .* got 1"):
+        tokens.texts("text_input", ["a a a"], 1)
+    assert len(tokens.pairs("text_pair", [("a a", "a a")], 3)[0].ids) == 3
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens: must be at least 3, .* got 2"):
+        tokens.pairs("text_pair", [("a a", "a a")], 2)
+
+
 def test_a_template_stands_around_a_pair_and_is_never_cut(tmp_path):
     tiny.write_qwen3(tmp_path)
     encoder = Encoder("last", False, 1, template=("<s>", "Q {query} D {document}", "</s>"))

@@ -5,12 +5,11 @@ import json
 import os
 import queue
 import signal
-import threading
 import time
 
 import pytest
 
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
+from contract.errors import InvalidArgument, Overloaded, Unavailable
 from contract.generation import Guide
 from python_backends.grammar import checker as checker_module
 from python_backends.grammar.checker import GrammarChecker
@@ -68,9 +67,21 @@ def test_a_grammar_that_does_not_compile_is_refused_and_the_next_one_works(check
 
 def test_one_that_would_hold_up_other_requests_is_refused(tiny_engine):
     checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.003, max_waiting=64)
-    refused = result(checker, "ebnf_grammar", 'root ::= "\\"" [^"]{0,2000} "\\""')
+    long = "ebnf_grammar", 'root ::= "\\"" [^"]{0,2000} "\\""'
+    refused = result(checker, *long)
+    checker._stall_s = 60.0
+    assert result(checker, *long) is refused
     checker.close()
     assert isinstance(refused, InvalidArgument) and "must not hold up other requests" in refused.problem
+
+
+def test_a_refusal_for_what_a_grammar_costs_is_not_kept_for_long(tiny_engine, monkeypatch):
+    monkeypatch.setattr(checker_module, "_COST_KEPT_S", 0.0)
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=60.0, stall_s=0.0, max_waiting=64)
+    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), InvalidArgument)
+    checker._stall_s = 60.0
+    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), Guide)
+    checker.close()
 
 
 def test_a_process_without_a_share_of_the_cpu_is_no_fault_of_the_grammar(patient):
@@ -86,6 +97,7 @@ def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine, monkeypatch)
     refused = result(checker, "ebnf_grammar", "root ::= " + " | ".join(f"[^{n % 10}]{{0,2000}}" for n in range(20)))
     checker.close()
     assert isinstance(refused, InvalidArgument) and "must compile within 0.2 s" in refused.problem
+    assert refused.retry_after_s == 60.0
 
 
 def test_a_kill_only_delays(checker):
@@ -168,62 +180,18 @@ def suspended(patient):
     patient._process.send_signal(signal.SIGCONT)
 
 
-def in_ms(ms):
-    return time.monotonic_ns() + ms * 1_000_000
-
-
-def test_a_deadline_passes_while_a_guide_is_compiled_and_while_it_waits_for_its_turn(suspended):
-    came = queue.SimpleQueue()
-    first, second = (Guide("ebnf_grammar", f'root ::= "{text}"') for text in ("first", "second"))
-    suspended.check(first, came.put, deadline_ns=in_ms(100))
-    suspended.check(second, came.put, deadline_ns=in_ms(100))
-    assert all(isinstance(came.get(timeout=60), DeadlineExceeded) for _ in range(2))
-    suspended.check(second, came.put, deadline_ns=in_ms(60_000))
-    os.kill(suspended._process.pid, signal.SIGCONT)
-    assert isinstance(came.get(timeout=60), Guide)
-
-
 def test_a_guide_for_which_no_request_waits_any_more_is_not_compiled(suspended):
-    came = queue.SimpleQueue()
+    came, unwanted = queue.SimpleQueue(), []
     first, second, third = (Guide("ebnf_grammar", f'root ::= "{text}"') for text in ("first", "second", "third"))
     suspended.check(first, came.put)
-    suspended.check(second, came.put, request_id="r")
+    suspended.check(second, unwanted.append, needed=lambda: False)
+    suspended.check(third, came.put, needed=lambda: False)
     suspended.check(third, came.put)
-    suspended.stop("r")
-    assert isinstance(came.get_nowait(), Cancelled)
     os.kill(suspended._process.pid, signal.SIGCONT)
-    assert [came.get(timeout=60).text for _ in range(2)] == [first.text, third.text]
-    assert {first, third} <= suspended._kept.keys() and second not in suspended._kept
-
-
-def test_a_stop_ends_the_wait_of_its_id_and_of_no_other(suspended):
-    guide, stopped, other = Guide("ebnf_grammar", 'root ::= "b"'), queue.SimpleQueue(), queue.SimpleQueue()
-    suspended.check(guide, stopped.put, request_id="r")
-    suspended.check(guide, other.put, request_id="other")
-    suspended.check(guide, other.put)
-    suspended.stop("r")
-    assert isinstance(stopped.get_nowait(), Cancelled)
-    os.kill(suspended._process.pid, signal.SIGCONT)
-    assert all(isinstance(other.get(timeout=60), Guide) for _ in range(2))
-    assert stopped.empty()
-
-
-def test_a_stop_waits_for_a_guide_that_is_handed_over(checker):
-    """Else it would find the request neither here nor where the callback puts it."""
-    order, done = [], threading.Event()
-
-    def stop():
-        checker.stop("r")
-        order.append("stopped")
-        done.set()
-
-    def hand_over(result):
-        threading.Thread(target=stop).start()
-        done.wait(0.2)
-        order.append("handed over")
-
-    checker.check(Guide("ebnf_grammar", f'root ::= "handed over {time.monotonic()}"'), hand_over, request_id="r")
-    assert done.wait(60) and order == ["handed over", "stopped"]
+    assert [came.get(timeout=60).text for _ in range(3)] == [first.text, third.text, third.text]
+    assert {first, third} <= suspended._kept.keys() and second not in suspended._kept and not unwanted
+    suspended.check(second, came.put)
+    assert came.get(timeout=60) == second
 
 
 def test_so_many_requests_may_wait(suspended):

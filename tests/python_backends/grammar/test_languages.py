@@ -1,9 +1,12 @@
 """Sets of texts: membership, operations and automata agree."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from python_backends.grammar import languages
 from python_backends.grammar.languages import (
     ANYTHING,
     NOTHING,
@@ -69,6 +72,18 @@ def test_an_automaton_holds_the_same_texts(language, text):
 def test_an_automaton_has_a_limit():
     with pytest.raises(TooLarge):
         automaton(both(repeat(characters("a"), 0, 500), complement(word("a"))), 100)
+
+
+def test_a_long_text_takes_few_calls_for_each_of_its_characters(monkeypatch):
+    calls = itertools.count()
+
+    def counted(*parts):
+        assert next(calls) < 2000
+        return sequence(*parts)
+
+    monkeypatch.setattr(languages, "sequence", counted)
+    found = automaton(both(word("abcd" * 50), repeat(characters("abcd"), 1, None)), 400)
+    assert len(found.ends) == 201
 
 
 def test_ranges_outside_are_the_rest_of_unicode_without_surrogates():

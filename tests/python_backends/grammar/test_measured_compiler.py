@@ -1,5 +1,9 @@
 """What a grammar may cost; the libraries' own parts are in test_checker.py and test_xgrammar_compiler.py."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from contract.generation import Guide
@@ -53,6 +57,14 @@ GUIDE = Guide("ebnf_grammar", 'root ::= "a"')
 def test_a_grammar_that_would_hold_up_a_batch_is_refused_with_what_was_measured(seconds, problem):
     checked = Measured(*seconds).check(Check(GUIDE, 2, 0.25))
     assert (checked == Checked(GUIDE)) == (not problem) and problem in checked.problem
+    assert checked.costly == ("takes" in problem)
+
+
+def test_the_cores_that_this_process_may_use_are_counted():
+    count = "from python_backends.grammar.measured_compiler import COMPILING_CORES as cores; print(cores)"
+    core = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{core}]); {count}"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
 
 
 def test_what_cannot_be_translated_is_not_compiled():

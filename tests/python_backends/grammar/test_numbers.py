@@ -2,10 +2,11 @@
 
 from decimal import Decimal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.grammar.languages import NOTHING, both
+from python_backends.grammar.languages import NOTHING, automaton, both
 from python_backends.grammar.numbers import INTEGER, NUMBER, at_least, at_most, equal, multiples, short
 
 DECIMALS = st.decimals(-2000, 2000, places=2) | st.integers(-300, 300).map(Decimal)
@@ -26,6 +27,12 @@ def test_bounds_are_those_of_arithmetic(bound, text):
 @given(st.sampled_from(["1", "2", "7", "0.5", "0.01", "10", "2.5", "1.1", "300"]).map(Decimal), WRITTEN)
 def test_multiples_are_exact(divisor, text):
     assert (text in multiples(divisor)) == (Decimal(text) % divisor == 0)
+
+
+@pytest.mark.parametrize("divisor", ["13", "25", "63", "0.25", "6.3"])
+def test_every_divisor_up_to_63_has_a_small_automaton(divisor):
+    limit = multiples(Decimal(divisor))
+    assert automaton(both(short(limit.step * (limit.places + 1)), limit), 400)
 
 
 def test_bounds_beyond_what_is_written_are_none_or_all():

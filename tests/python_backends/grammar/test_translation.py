@@ -30,6 +30,40 @@ def test_schemas_patterns_and_choices_become_grammars():
     assert matcher("choice", '["yes", "no \\"é"]').matches('no "é')
 
 
+NAME = {"type": "string", "pattern": "^[a-z0-9-]+$", "minLength": 3, "maxLength": 255}
+NUMBERS = {"type": "array", "prefixItems": [{"type": "integer"}] * 200}
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "good", "bad"),
+    [
+        ("json_schema", NAME, ['"abc"', f'"{"a" * 255}"'], ['"ab"', f'"{"a" * 256}"']),
+        ("json_schema", NAME | {"pattern": "^[a-z][a-z0-9]*$"}, ['"abc"', f'"{"a" * 60}"'], ['"ab"', '"1ab"']),
+        ("json_schema", NAME | {"pattern": "^[a-z]{2,5}$"}, ['"abc"', '"abcde"'], ['"ab"', '"abcdef"']),
+        ("json_schema", NUMBERS, ["[7]", "[7,7,7]"], ['["a"]', '[7,"a"]']),
+        ("regex", "ab" * 200, ["ab" * 200], ["ab" * 199]),
+    ],
+)
+def test_long_texts_and_lists_become_grammars(kind, guide, good, bad):
+    made = matcher(kind, guide if kind == "regex" else json.dumps(guide))
+    assert all(map(made.matches, good)) and not any(map(made.matches, bad))
+
+
+def test_lengths_that_a_pattern_does_not_allow_are_refused():
+    with pytest.raises(InvalidArgument, match="allows no value"):
+        translate(Guide("json_schema", json.dumps(NAME | {"pattern": "^[a-z]{1,2}$"})))
+
+
+@pytest.mark.parametrize("character", ["\ud800", "\udbff\udfff"])
+def test_characters_that_no_text_holds_are_refused(character):
+    for kind, text in (("choice", f'["{character}", "b"]'), ("json_schema", f'{{"enum": ["{character}"]}}')):
+        with pytest.raises(InvalidArgument, match="must hold no surrogates and no characters from U"):
+            translate(Guide(kind, text))
+    with pytest.raises(InvalidArgument, match="matches no text"):
+        translate(Guide("regex", json.loads(f'"{character}"')))
+    assert matcher("choice", '["\\ud83d\\ude00"]').matches("😀")
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [

@@ -3,6 +3,7 @@ import json
 import shutil
 import time
 import uuid
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -420,6 +421,14 @@ def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
     assert "max_tokens: must be 1 or more, got 0" in str(cpp(**echo, max_tokens=0))
     assert "continue_ids: must be left out, got 2 ids" in str(cpp(**echo, continue_ids=[1, 2]))
     assert not cpp.known
+
+
+def test_a_refusal_that_the_checker_keeps_keeps_no_request():
+    kept, result = InvalidArgument("guided_decoding_guide", "must compile"), Future()
+    result.set_result(kept)
+    with pytest.raises(InvalidArgument, match="guided_decoding_guide: must compile"):
+        TritonPythonModel()._checked(result, 0.0)
+    assert kept.__traceback__ is None
 
 
 def test_a_guide_for_an_engine_without_its_vocabulary_is_refused_by_name(cpp):
