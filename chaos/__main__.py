@@ -86,8 +86,8 @@ async def _main(given: argparse.Namespace) -> int:
     if given.show:
         print("\n".join(map(str, scripts)), end="")
         return 0
-    limit_s, listed, checked = time.monotonic() + given.limit_s, ratchet.known(), []
-    seen: list[str] = []
+    limit_s, listed, seen = time.monotonic() + given.limit_s, ratchet.known(), list[str]()
+    checked = list(listed) if given.known else []
     if given.expect:
         found = {violation.invariant for violation in await _once(scripts[0], given)}
         print(f"violated: {', '.join(sorted(found)) or 'nothing'}; expected: {given.expect}")
@@ -97,13 +97,10 @@ async def _main(given: argparse.Namespace) -> int:
             print(f"seed {script.seed} is left out: {given.limit_s:g} s are over")
             continue
         seen += await _findings(script, given)
-    for name in listed if given.known else ():
-        path = ratchet.script(name)
-        checked.append(name)
+    for name in checked:
+        script = scenario.read(ratchet.script(name))
         for _ in range(TRIES):
-            if any(
-                violation.invariant == name.partition(":")[0] for violation in await _once(scenario.read(path), given)
-            ):
+            if name.partition(":")[0] in {violation.invariant for violation in await _once(script, given)}:
                 seen.append(name)
                 break
     problems = ratchet.judge(seen, checked, listed)

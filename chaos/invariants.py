@@ -261,7 +261,9 @@ def _recovery(record: Record) -> Iterator[Violation]:
         for name in {one.gateway for one in record.outcomes}:
             later = [one for one in record.outcomes if one.gateway == name and fault_s <= one.sent_s < next_s]
             served = [one for one in later if one.ok or (one.error == LEFT and one.received)]
-            served_s = min((one.ended_s for one in served), default=min(until_s, next_s))
+            # Of one that served none it is known until its last request ended: the load may end before it is due.
+            last = max([one.ended_s for one in later], default=0.0)
+            served_s = min((one.ended_s for one in served), default=last)
             if len(later) >= 3 and served_s > due_s:
                 after = f"{served_s - fault_s:.1f} s after a fault"
                 yield Violation("recovery", f"{name} served nothing for {after}", fault_s)

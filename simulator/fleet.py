@@ -285,4 +285,6 @@ def gateway(scenario: Scenario, keys: Sequence[str], fleet: Fleet, seed: int, nu
         if holds:
             raise InvalidArgument(f"{given.policy}: {field}", problem)
     rng = random.Random(f"{seed} gateway {number}")
-    return Service(settings, configuration, replicas=_Replicas(settings, rng, fleet), rng=rng)
+    service = Service(settings, configuration, replicas=_Replicas(settings, rng, fleet), rng=rng)
+    cast(Any, service.budgets)._wall = time.time  # the simulation's, here; the default is the machine's
+    return service

@@ -29,10 +29,11 @@ class Ledger:
     def __init__(self, began_s: float, gateways: int) -> None:
         self._began_s, self._gateways = began_s, gateways
         self.violations: Counter[str] = Counter()
-        self._open: Counter[str] = Counter()
+        self.open = 0  # requests that began and did not end
         self._levels: dict[str, Level] = {}
         # By level: tokens of whole answers, requests that were admitted, and those of them that have not ended.
         self._used, self._admitted, self._under_way = Counter[str](), Counter[str](), Counter[str]()
+        self._beyond = Counter[str]()  # by level: tokens of prompts beyond what the gateway took them for and reserved
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
 
@@ -56,17 +57,6 @@ class Ledger:
 
     def broken(self, text: str) -> None:
         self.violations[text] += 1
-
-    def began(self, name: str) -> None:
-        self._open[name] += 1
-
-    def ended(self, name: str) -> None:
-        self._open[name] -= 1
-
-    @property
-    def open(self) -> int:
-        """Requests that began and did not end."""
-        return sum(self._open.values())
 
     def admitted(self, levels: Iterable[Level]) -> None:
         """Take note of a request that the gateway serves, until ``released``."""
@@ -99,6 +89,8 @@ class Ledger:
         for standing in reservation.standings if reservation is not None else ():
             if (demand := standing.demand).held:
                 taken = self._taken.pop((demand.bucket, reservation.id), 0.0)  # type: ignore[union-attr]
+                if demand.limit == "tokens":
+                    self._beyond[demand.level] += max(0, tokens - int(demand.amount))
                 if abs(taken - demand.of(tokens, micros)) > _ROUNDING:
                     self.broken(f"{demand.level} was charged other than it was answered, in {demand.limit}")
 
@@ -111,7 +103,7 @@ class Ledger:
             self.broken("more slots were held than requests were under way")
         for name, level in self._levels.items():
             limits = level.limits
-            tokens = self._used[name], limits.tokens_per_minute, limits.burst_tokens, ""
+            tokens = self._used[name] - self._beyond[name], limits.tokens_per_minute, limits.burst_tokens, ""
             requests = self._admitted[name], limits.requests_per_minute, limits.burst_requests, ", in requests"
             for used, per_minute, burst, unit in (tokens, requests):
                 if per_minute is None:

@@ -23,6 +23,7 @@ from simulator.scenario import Persona
 
 _WORDS = "the quick brown fox jumps over a lazy dog while rain falls on some old grey roof "
 HOUR_S = 3600.0
+_IDLE_S = 1.0  # the least pause of a user who was refused or is away: time passes for one who does not think
 
 
 def _text(tokens: int, head: str) -> str:
@@ -87,7 +88,7 @@ class People:
         self._prefixes = [_text(persona.prefix_tokens, f"{name} {group} ") for group in groups]
 
     async def run(self, began_s: float, until_s: float) -> None:
-        persona = self._persona
+        persona, self._until_s = self._persona, until_s
         begin_s = began_s + persona.from_s
         end_s = min(until_s, began_s + persona.until_s) if persona.until_s is not None else until_s
         if persona.arrivals is None:
@@ -109,10 +110,12 @@ class People:
         rng = random.Random(name)
         await asyncio.sleep(max(0.0, begin_s - self._loop.time()) + rng.random() * persona.think_s)
         while (now_s := self._loop.time()) < end_s:
+            least_s = _IDLE_S
             if number < persona.users * self._part(now_s - began_s):
-                await asyncio.shield(self._send(now_s, random.Random(f"{name} {nth}"), number, nth))
+                record = await asyncio.shield(self._send(now_s, random.Random(f"{name} {nth}"), number, nth))
                 nth += 1
-            await asyncio.sleep(rng.expovariate(1 / persona.think_s) if persona.think_s else 0.001)
+                least_s = _IDLE_S if record.error else 0.001
+            await asyncio.sleep(max(least_s, rng.expovariate(1 / persona.think_s) if persona.think_s else 0.0))
 
     def _part(self, passed_s: float) -> float:
         """Return the part of the people that are there."""
@@ -148,7 +151,7 @@ class People:
     async def _request(self, record: Sent, request: GenerationRequest, session: str, leaves: int) -> Sent:
         """Send until there is an answer. leaves: tokens after which the sender leaves; 0: never."""
         persona = self._persona
-        self._ledger.began(self.name)
+        self._ledger.open += 1
         own, timer = asyncio.current_task(), None
         if persona.patience_s and own is not None:
             timer = self._loop.call_later(persona.patience_s, own.cancel)
@@ -158,9 +161,10 @@ class People:
                     await self._attempt(record, request, session, timer, leaves)
                     break
                 except TridentError as error:
-                    if attempt >= persona.retries or record.messages or not error.retry_after_s:
+                    wait_s, left_s = error.retry_after_s, self._until_s - self._loop.time()
+                    if attempt >= persona.retries or record.messages or not wait_s or wait_s > left_s:
                         raise
-                    await asyncio.sleep(error.retry_after_s)
+                    await asyncio.sleep(wait_s)
         except TridentError as error:
             record.error = f"{refusal_reason(error)}: {error}"
             record.retry_after = bool(error.retry_after_s)
@@ -170,7 +174,7 @@ class People:
             if timer is not None:
                 timer.cancel()
             record.ended_s = self._loop.time()
-            self._ledger.ended(self.name)
+            self._ledger.open -= 1
         return record
 
     async def _attempt(
@@ -218,7 +222,8 @@ class People:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
                 due = min(prompt.answer, generation.request.max_tokens)
                 ledger.answered(context.tenant.levels, usage, received, due)
-                used = Usage(prompt.tokens, received, usage.cached_tokens)
+                cached = (generation.usage or usage).cached_tokens  # which callers may not be told
+                used = Usage(prompt.tokens, received, cached)
             elif received:  # it was cut off: the prompt is charged as it was counted or estimated
                 used = Usage(generation.prompt_count.likely if generation.prompt_count else 0, received)
             ledger.charged(choices.reservation, used, context.model.price)

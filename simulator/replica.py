@@ -6,6 +6,7 @@ Messages travel as the objects that the wire's encoding would carry: ``plain_wir
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class Call:
         self.prompt = sent.request.text_input
         self._messages: deque[Message] = deque()
         self._error: grpc.aio.AioRpcError | None = None
-        self._ended = False
+        self._ended, self._due_s = False, 0.0  # when the last message arrives
         self._reader: asyncio.Future[None] | None = None
         prompt = self.prompt if isinstance(self.prompt, Prompt) else Prompt.of("", 1, 1)
         self._prompt, made, most = prompt, len(sent.request.continue_ids), sent.request.max_tokens
@@ -204,9 +205,12 @@ class Call:
 
     def _after(self, act: Any, *arguments: Any) -> None:
         """Act when it has gone over the network, and through what stands before and behind the engine."""
-        step = self._replica.engine.pool.step
-        if delay_s := self._replica.delay_s + (step.request_s + step.gateway_s) / 2:
-            self._loop.call_later(delay_s, act, *arguments)
+        step, now_s = self._replica.engine.pool.step, self._loop.time()
+        due_s = now_s + self._replica.delay_s + (step.request_s + step.gateway_s) / 2
+        # What comes after the network's delay ended does not overtake what is on its way.
+        self._due_s = max(due_s, math.nextafter(self._due_s, math.inf))
+        if self._due_s > now_s:
+            self._loop.call_at(self._due_s, act, *arguments)
         else:
             act(*arguments)
 

@@ -49,12 +49,15 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
             "cost": cost,
             "cost_per_1000_tokens": 1000 * cost / tokens if tokens else None,
             "decisions": result.decisions,
-            "releases": [{key: one[key] for key in ("name", "state", "rolled_back")} for one in result.releases],
+            "releases": [
+                {key: one[key] for key in ("gateway", "name", "state", "rolled_back")} for one in result.releases
+            ],
             "samples": [sample._asdict() for sample in result.samples],
             "missed_faults": [
                 {"number": number, **scenario.faults[number].model_dump(include={"kind", "pool", "at_s", "replica"})}
                 for number in result.missed
             ],
+            "refused_changes": [{"number": number, "why": why} for number, why in result.refused.items()],
             "violations": result.violations,
         }
     )
@@ -66,6 +69,7 @@ def _figures(result: Result, records: Sequence[Record]) -> dict[str, Any]:
     parts = [_parts(record) for record in records if record.timings is not None and record.messages]
     largest = Counter(max(PARTS, key=one.__getitem__) for one in parts)
     found["largest_part_of_ttft"] = {name: count / len(parts) for name, count in sorted(largest.items())}
+    found["left_without_a_token"] = sum(one.cancelled and not one.messages for one in result.measured(records))
     return found | {"first_errors": {one.error_type: one.error for one in reversed(records) if one.error}}
 
 
@@ -91,10 +95,12 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['scenario']}: {report['duration_s']:g} simulated seconds, seed {report['seed']}; times in ms",
         table(rows, (*header, "tok/s")),
-        f"  requests/s {number(everyone['requests_per_s'], 2)}; {share(good)} of them under "
+        f"  requests/s {number(everyone['requests_per_s'], 2)}; goodput {number(everyone['goodput_per_s'], 2)} "
+        f"requests/s, {share(good)} of those whose senders did not leave, under "
         f"TTFT {everyone['slo']['ttft_s'] * 1e3:g} ms and latency {everyone['slo']['latency_s']:g} s",
         f"  largest part of the time to first token: {parts or '-'}",
-        f"  not answered: {errors or 'none'}; left: {everyone['cancelled']}",
+        f"  not answered: {errors or 'none'}; left: {everyone['cancelled']}, "
+        f"{everyone['left_without_a_token']} of them without a token",
     ]
     lines += [f"  {name}: {count}" for name, count in report["counts"].items()]
     for pool, found in report["pools"].items():
@@ -106,7 +112,10 @@ def text(report: Mapping[str, Any]) -> str:
         )
     if report["cost"]:
         lines.append(f"  cost {number(report['cost'], 2)}, {report['cost_per_1000_tokens'] or 0:.5f} per 1,000 tokens")
-    lines += [f"  release {one['name']}: {one['state']} {one['rolled_back']}".rstrip() for one in report["releases"]]
+    lines += [
+        f"  release {one['name']} at gateway {one['gateway']}: {one['state']} {one['rolled_back']}".rstrip()
+        for one in report["releases"]
+    ]
     made = report["tokens_per_step"].items()
     lines += [f"  drafts of {pool}: {per:.1f} tokens a step of a sequence alone" for pool, per in made if per > 1]
     lines += [f"  fidelity of {pool}: {words(found)}" for pool, found in report["fidelity"].items()]
@@ -114,6 +123,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"  faults.{one['number']} ({one['kind']} of {one['pool']} at {one['at_s']:g} s) hit no replica"
         for one in report["missed_faults"]
     ]
+    lines += [f"  changes.{one['number']} was not made: {one['why']}" for one in report["refused_changes"]]
     broken = [f"  VIOLATED {count} times: {what}" for what, count in report["violations"].items()]
     return "\n".join([*lines, *(broken or ["  invariants: all held"])])
 
@@ -131,14 +141,13 @@ def words(found: Mapping[str, Any]) -> str:
 def plot(result: Result, path: Path) -> None:
     """Draw replicas, requests and times to first token over the run. Raises NotFound without matplotlib."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
     except ImportError as exc:
         raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
-    with plt.rc_context(STYLE):
-        chart, axes = plt.subplots(3, 1, figsize=(9, 8), sharex=True)
+    with rc_context(STYLE):
+        chart = Figure(figsize=(9, 8))
+        axes = chart.subplots(3, 1, sharex=True)
         for pool in result.scenario.pools:
             samples = [sample for sample in result.samples if sample.pool == pool]
             for axis, name in zip((0, 0, 1, 1), ("wanted", "ready", "running", "waiting"), strict=True):
@@ -154,7 +163,6 @@ def plot(result: Result, path: Path) -> None:
         axes[2].set_xlabel(f"simulated seconds · {result.scenario.name}, seed {result.seed}")
         chart.tight_layout()
         chart.savefig(path)
-        plt.close(chart)
 
 
 def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -183,9 +191,7 @@ def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -
 
 def _answered(result: Result, persona: str) -> dict[tuple[int | None, int], Record]:
     """Return the answered requests of the window, by user and number."""
-    begin_s, end_s = result.window
-    records = result.records[persona]
-    return {(one.user, one.nth): one for one in records if one.ok and begin_s <= one.intended_s <= end_s}
+    return {(one.user, one.nth): one for one in result.measured(result.records[persona]) if one.ok}
 
 
 def _ms(seconds: float | None) -> str:

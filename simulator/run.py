@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.record import Record
 from contract.errors import InvalidArgument, TridentError
@@ -25,6 +25,7 @@ from simulator.people import HOUR_S, People, Sent
 from simulator.replica import plain_wire
 from simulator.scenario import Scenario
 
+_Request = TypeVar("_Request", bound=Record)
 SAMPLES = 240  # of pools, over a run
 _GARBAGE = 50_000, 20, 100  # thresholds of the collector: a request makes hundreds of objects, and few cycles
 SETTLE_S = 2.0  # before the first request: replicas register and are probed
@@ -50,6 +51,7 @@ class Result:
     records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
     replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their
     status. violations: of the invariants, and how often. missed: faults that hit no replica, by their number.
+    refused: why a change could not be made when it was due, by its number.
     """
 
     scenario: Scenario
@@ -63,11 +65,17 @@ class Result:
     releases: list[dict[str, Any]]
     violations: Counter[str]
     missed: list[int]
+    refused: dict[int, str]
 
     @property
     def window(self) -> tuple[float, float]:
         """When the requests of the figures are sent: after the warm-up."""
         return BEGAN_S + self.scenario.warmup_s, BEGAN_S + self.scenario.duration_s
+
+    def measured(self, records: Iterable[_Request]) -> Iterator[_Request]:
+        """Yield the requests of the window."""
+        begin_s, end_s = self.window
+        return (record for record in records if begin_s <= record.intended_s <= end_s)
 
     @property
     def everyone(self) -> list[Record]:
@@ -129,17 +137,18 @@ def _check_changes(scenario: Scenario, gateway: Service, folder: Path) -> None:
         try:
             release_file.apply(path, change.action, change.release, change.set, configuration.check, shares)
         except TridentError as exc:
-            raise InvalidArgument(f"changes.{number}", f"cannot be made: {exc}") from exc
+            problem = str(exc).replace(str(path), scenario.gateway.policy)
+            raise InvalidArgument(f"changes.{number}", f"cannot be made: {problem}") from exc
 
 
 async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     replicas, ledger, people = await _made(scenario, seed, folder)
-    gateways, samples = replicas.gateways, list[Sample]()
+    gateways, samples, refused = replicas.gateways, list[Sample](), dict[int, str]()
     for gateway in gateways:
         await gateway.start()
     ledger.watch(gateways)
     until_s = BEGAN_S + scenario.duration_s
-    work = [replicas.run(), _watch(scenario, replicas, ledger, samples), _change(scenario, gateways)]
+    work = [replicas.run(), _watch(scenario, replicas, ledger, samples), _change(scenario, gateways, refused)]
     work += [replicas.fail(number, BEGAN_S) for number in range(len(scenario.faults))]
     work += [replicas.scale()] if scenario.scaling is not None else []
     work += [one.run(BEGAN_S, until_s) for one in people.values()]
@@ -153,6 +162,8 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     for answers in [*(one.tasks for one in people.values())]:
         if answers:
             await asyncio.wait(answers, timeout=gateways[0].settings.request_timeout_s + rules.longest_wait_s)
+    for gateway in gateways:
+        await gateway.shadow.close()  # copies may take longer than any request
     await asyncio.sleep(1.0)  # the last settlements
     ledger.check_end(gateways)
     for one in people.values():
@@ -175,9 +186,10 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
         hours,
         {pool: replicas.drafted_tokens(pool) for pool in scenario.pools},
         sum((_counts(gateway) for gateway in gateways), Counter[str]()),
-        [status for gateway in gateways for status in gateway.releases.status()],
+        [{"gateway": nth, **one} for nth, gateway in enumerate(gateways) for one in gateway.releases.status()],
         ledger.violations,
         replicas.missed,
+        refused,
     )
     await replicas.close()
     for gateway in gateways:
@@ -206,12 +218,15 @@ async def _watch(scenario: Scenario, replicas: Fleet, ledger: Ledger, samples: l
         await asyncio.sleep(every_s)
 
 
-async def _change(scenario: Scenario, gateways: Iterable[Service]) -> None:
-    """Start, shift and roll back releases at every gateway."""
-    for change in sorted(scenario.changes, key=lambda change: change.at_s):
+async def _change(scenario: Scenario, gateways: Iterable[Service], refused: dict[int, str]) -> None:
+    """Start, shift and roll back releases at every gateway. refused: why a change could not be made, by its number."""
+    for number, change in sorted(enumerate(scenario.changes), key=lambda one: one[1].at_s):
         await _until(BEGAN_S + change.at_s)
         for gateway in gateways:
-            await gateway.change_release(change.release, change.action, change.set)
+            try:
+                await gateway.change_release(change.release, change.action, change.set)
+            except TridentError as exc:  # as after a rollback that the gateway made itself
+                refused[number] = str(exc)
 
 
 def _counts(gateway: Service) -> Counter[str]:

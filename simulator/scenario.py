@@ -80,7 +80,7 @@ class Pool(BaseModel):
                 terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **step}
                 return table | {"step": StepModel.from_json(_GIVEN | terms)}
             own = dict(vars(Replica.of_engine(ENGINES / engine)))
-        except TridentError as exc:
+        except (TridentError, OverflowError) as exc:
             raise ValueError(f"{'engine' if engine else 'step'}: must be measured or given: {exc}") from exc
         own["prefill_chunk"] = own.pop("chunk_tokens")
         return {name: own[name] for name in own if name in cls.model_fields} | table | {"step": own["step"]}

@@ -181,6 +181,8 @@ def test_recovery_is_bounded():
     late = outcome(sent_s=13.0, ended_s=14.0)
     assert "recovery" in violated(record(*dead, late, faults=kill, load_ended_s=14.0, settled_s=14.0))
     assert "recovery" not in violated(record(*dead[:3], outcome(), faults=kill))
+    assert "recovery" not in violated(record(*dead, faults=kill, load_ended_s=10.0))  # all within the time of recovery
+    assert "recovery" in violated(record(*dead, dataclasses.replace(dead[0], sent_s=12.5, ended_s=12.6), faults=kill))
     assert violated(record(*[outcome(sent_s=99.0, ended_s=99.5)] * 3, load_ended_s=99.0, settled_s=100.0)) == set()
     assert violated(record(settled_s=0.0)) == {"recovery"}
     assert violated(record(settled_s=19.0)) == {"recovery"}

@@ -72,6 +72,46 @@ def test_days_and_money_are_charged_exactly_to_personas_of_one_key(tmp_path):
     assert 1000 < sum(record.input_tokens + record.tokens for record in told.everyone) <= 2000
 
 
+def test_the_quota_of_a_day_is_new_at_the_simulations_midnight(tmp_path):
+    (tmp_path / "gateway.toml").write_text(QUOTAS)
+    people = {"chat": CHAT | {"key": "acme/web/a"}}
+    told = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people, start_hour=23.998)
+    answered = [record.intended_s - 1002.0 for record in told.everyone if record.ok]
+    assert min(answered) < 4 and max(answered) > 7.2 and told.counts["refused: quota"] > 5 and not told.violations
+
+
+def test_cached_tokens_that_callers_are_not_told_are_charged_at_their_price(tmp_path):
+    (tmp_path / "gateway.toml").write_text(QUOTAS.replace("2000", "20000") + "[orgs.other]\n")
+    people = {"chat": CHAT | {"key": "acme/web/a", "prefix_tokens": 50}}
+    told = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
+    assert all(record.ok for record in told.everyone) and not told.violations
+
+
+def test_a_prompt_may_have_more_tokens_than_the_budget_took_it_for(tmp_path):
+    limits = "[orgs.acme]\ntokens_per_minute = 300\nburst_tokens = 300\n"
+    (tmp_path / "gateway.toml").write_text(KEYS.partition("[orgs")[0] + limits)
+    people = {"chat": CHAT | {"key": "acme/web/a", "input": "600", "retries": 3}}
+    told = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people, duration_s=60.0)
+    assert any(record.ok for record in told.everyone) and not told.violations
+
+
+@pytest.mark.parametrize("persona", [{"key": "acme/web/a"}, {"day": [0.0] * 24}], ids=("refused", "away"))
+def test_a_user_who_does_not_think_pauses_when_refused_or_away(tmp_path, persona):
+    (tmp_path / "gateway.toml").write_text(QUOTAS.replace("2000", "200"))
+    gateway = {"policy": "gateway.toml"} if "key" in persona else {}
+    users = {"users": 2, "think_s": 0.0, "model": "small" if gateway else "", **persona}
+    told = simulated(folder=tmp_path, gateway=gateway, personas={"chat": users}, duration_s=30.0)
+    assert len(told.everyone) == pytest.approx(60 if gateway else 0, abs=4)
+
+
+def test_who_would_come_again_after_the_run_is_refused(tmp_path):
+    (tmp_path / "gateway.toml").write_text(QUOTAS)
+    people = {"chat": CHAT | {"key": "acme/web/a", "retries": 1}}
+    told = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
+    refused = [record for record in told.everyone if not record.ok]
+    assert len(refused) > 5 and {record.error_type for record in refused} == {"quota"} and not told.violations
+
+
 def test_a_wrong_policy_is_told_by_its_own_name_and_nothing_outside_is_used(tmp_path):
     (tmp_path / "gateway.toml").write_text("[orgs.acme]\ntokens = 1\n")
     with pytest.raises(InvalidArgument, match=rf"{tmp_path}/gateway.toml: orgs.acme.tokens: is not known"):

@@ -18,7 +18,7 @@ from simulator.engine import Engine
 from simulator.replica import Channel, Prompt, Replica, Sent
 from simulator.scenario import Pool
 
-POOL = Pool(step={"step_s": 0.1})
+POOL = Pool(step={"step_s": 0.1}, send_s=0.0)
 
 
 def replica() -> Replica:
@@ -104,6 +104,17 @@ def test_a_death_a_deadline_and_a_cancel():
 
     unavailable = grpc.StatusCode.UNAVAILABLE
     assert ran(work) == ([grpc.StatusCode.DEADLINE_EXCEEDED, unavailable, unavailable], 0)
+
+
+def test_messages_come_in_order_when_the_networks_delay_ends():
+    async def work():
+        served = replica()
+        served.delay_s = 1.0
+        call = Channel(served, None).generate(request(answer=40, most=40), 60.0, ())
+        asyncio.get_running_loop().call_later(2.55, setattr, served, "delay_s", 0.0)
+        return [token async for delta, _, _ in call for token in delta.token_ids]
+
+    assert ran(work) == list(range(40))
 
 
 def test_a_hung_replica_answers_nothing():

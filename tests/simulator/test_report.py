@@ -37,6 +37,13 @@ def test_a_refusal_says_why():
     assert "concurrency: 1 requests are in flight, the most allowed" in shown
 
 
+def test_who_leaves_without_a_token_is_told_apart():
+    people = {"chat": CHAT | {"arrivals": "poisson:20", "patience_s": 1.0}, "leaving": CHAT | {"leave": 1.0}}
+    told = report.of(simulated(pools={"main": POOL | {"slots": 2, "send_s": 0.1}}, personas=people), {})
+    left, waiting = told["all"]["cancelled"], told["all"]["left_without_a_token"]
+    assert 0 < waiting < left and f"left: {left}, {waiting} of them without a token" in report.text(told)
+
+
 def test_faults_that_hit_no_replica_are_told():
     kill, hang = ({"kind": kind, "pool": "main", "at_s": 2.0, "for_s": 2.0} for kind in ("kill", "hang"))
     faults = [kill, kill | {"replica": 2}, hang | {"at_s": 3.0}]

@@ -130,6 +130,26 @@ def test_a_release_whose_candidate_is_slow_is_rolled_back(tmp_path):
     assert [one["state"] for one in result.releases] == ["rolled back"] and not result.violations
 
 
+def test_a_change_that_cannot_be_made_when_it_is_due_is_told(tmp_path):
+    (tmp_path / "gateway.toml").write_text(RELEASE)
+    slow = POOL | {"step": {"step_s": 0.2}}
+    changes = [
+        {"at_s": 5.0, "release": "next", "action": "shift", "set": {"to": 100.0}},
+        {"at_s": 55.0, "release": "next", "action": "finish"},
+    ]
+    gateway, pools = {"policy": "gateway.toml"}, {"main": POOL | {"replicas": 2}, "new": slow}
+    result = simulated(folder=tmp_path, gateway=gateway, pools=pools, changes=changes, duration_s=60.0)
+    assert result.releases[0]["rolled_back"] and result.refused.keys() == {1}
+    assert "changes.1 was not made: releases.next: must have all requests" in report.text(report.of(result, {}))
+
+
+def test_shadow_copies_may_end_after_the_run(tmp_path):
+    pools = {"main": POOL, "new": POOL | {"step": {"step_s": 0.2}}}
+    models = '[models.m]\npools = ["main"]\n'
+    (tmp_path / "gateway.toml").write_text(models + '[shadow]\npool = "new"\nfraction = 1.0\n')
+    assert not simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, pools=pools).violations
+
+
 def test_a_release_that_is_finished_has_all_requests(tmp_path):
     (tmp_path / "gateway.toml").write_text(RELEASE)
     steps = [("shift", {"to": 100.0}), ("finish", {})]
@@ -166,6 +186,7 @@ pools = ["main"]
 pools = ["new"]
 """
 )
+SECOND = {"release": "second", "action": "start", "set": {"stable": "main", "candidate": "new"}}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +198,7 @@ pools = ["new"]
         ({"model": "small"}, {"release": "later"}, "changes.0", "later"),
         ({"model": "small"}, {"set": {"to": 200.0}}, "changes.0", "200"),
         ({"model": "small"}, {"set": {"ab": 1}}, "changes.0", "ab"),
+        ({"model": "small"}, SECOND, "changes.0", "cannot be made: TMP/gateway.toml: releases.second.stable: must be"),
     ],
 )
 def test_what_the_policy_does_not_have_is_refused_before_anything_runs(tmp_path, person, change, field, problem):
@@ -186,4 +208,4 @@ def test_what_the_policy_does_not_have_is_refused_before_anything_runs(tmp_path,
     people = {"chat": CHAT | person}
     with pytest.raises(InvalidArgument) as caught:
         check(of(table | {"personas": people, "changes": [shift | change]}, folder=tmp_path))
-    assert caught.value.field == field and problem in caught.value.problem
+    assert caught.value.field == field and problem.replace("TMP", str(tmp_path)) in caught.value.problem

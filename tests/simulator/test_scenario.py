@@ -75,6 +75,7 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"personas": {"a": {"users": 1, "think_s": float("nan")}}}, "personas.a.think_s", "got nan"),
         ({"personas": {"a": {"users": 1, "day": [float("nan")] * 24}}}, "personas.a.day.0", "got nan"),
         ({"personas": {"a": {"users": 1, "colour": "red"}}}, "personas.a.colour", "is not known: must be one of "),
+        ({"pools": {"m": {"step": {"step_s": 10**400}}}}, "pools.m.step", "too large"),
         ({"gateway": {"count": 0}}, "gateway.count", "greater than or equal to 1, got 0"),
     ],
 )
