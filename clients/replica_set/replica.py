@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from typing import Any
 
 from clients.replica_set.costs import Costs
 from clients.replica_set.health import Health, HealthPolicy
@@ -39,13 +40,14 @@ class Replica:
     def url(self) -> str:
         return self.channel.url
 
-    def load(self) -> ReplicaLoad:
-        """Return what a routing policy sees of it."""
+    def load(self, **reported: Any) -> ReplicaLoad:
+        """Return what a routing policy sees of it. reported: further fields, of its metrics."""
         return ReplicaLoad(
             self.url,
             pending_tokens=round(self.work.pending_tokens),
             healthy=bool(self.health.healthy),
             outstanding=self.work.outstanding,
+            **reported,
         )
 
     def observe(self, ok: bool) -> None:

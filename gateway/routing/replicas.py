@@ -91,13 +91,13 @@ class RoutedReplica(Replica):
         self.breaker_policy = breaker
 
     def candidate(self, now_s: float) -> Candidate:
-        load = dataclasses.replace(
-            self.load(),
-            running=self.metrics.running,
-            waiting=self.metrics.waiting,
-            max_running=self.metrics.max_running,
-            kv_usage=self.metrics.kv_usage,
-            tokens_per_s=self.tokens_per_s(self.metrics.max_running),
+        metrics = self.metrics
+        load = self.load(
+            running=metrics.running,
+            waiting=metrics.waiting,
+            max_running=metrics.max_running,
+            kv_usage=metrics.kv_usage,
+            tokens_per_s=self.tokens_per_s(metrics.max_running),
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.healthy_since_s)
 
