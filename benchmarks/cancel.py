@@ -8,7 +8,6 @@ figure is exact to an engine step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from clients import NO_RETRY, AsyncClient
 from clients.wire.token_stream import TokenStream
-from contract.errors import EngineFailed, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 PROMPT = "the people of the great old world"
 TIMEOUT_S = 30.0
@@ -33,15 +32,18 @@ class RunningStreams:
         self._client, self._max_tokens = client, max_tokens
         self.running: dict[TokenStream, asyncio.Task] = {}
         self.done = 0
+        self._error: TridentError | None = None  # of a stream that ended before its first token
 
     async def fill(self, count: int) -> None:
-        """Start ``count`` streams and wait until all of them generate."""
+        """Start ``count`` streams and wait until all of them generate. Raises TridentError: one of them was refused."""
         events = [asyncio.Event() for _ in range(count)]
         for first in events:
             options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "timings": True}
             stream = self._client.generate(PROMPT, max_tokens=self._max_tokens, **options)
             self.running[stream] = asyncio.create_task(self._read(stream, first))
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), TIMEOUT_S)
+        if self._error is not None:
+            raise self._error
 
     async def cancel_all(self) -> None:
         for stream in list(self.running):
@@ -50,9 +52,13 @@ class RunningStreams:
         self.running.clear()
 
     async def _read(self, stream: TokenStream, first: asyncio.Event) -> None:
-        with contextlib.suppress(TridentError):
+        try:
             async for _ in stream:
                 first.set()
+        except TridentError as error:
+            if not first.is_set():
+                self._error = error
+        first.set()
         self.running.pop(stream, None)
         self.done += 1
 
@@ -89,7 +95,10 @@ async def by_next_request(server: ServerUnderTest, slots: int, samples: int, max
 
 
 def capacity(server: ServerUnderTest, max_tokens: int) -> int:
-    """Return how many such streams the engine runs at once, limited by its slots or its KV cache."""
+    """Return how many such streams the engine runs at once, limited by its slots or its KV cache.
+
+    Raises InvalidArgument: not even one.
+    """
     metrics = scrape.fetch(server.metrics_url or "")
     name = "nv_trt_llm_kv_cache_block_metrics"
     slots = round(metrics.value(_SLOTS, request_type="max"))
@@ -98,6 +107,9 @@ def capacity(server: ServerUnderTest, max_tokens: int) -> int:
     if not (slots and blocks and per_block):
         raise EngineFailed(f"{server.metrics_url}: no gauges of slots and KV blocks")
     prompt_tokens = Prompts.for_engine(server.engine_folder).count(PROMPT)
+    most = int(blocks * per_block) - prompt_tokens
+    if max_tokens > most:
+        raise InvalidArgument("max_tokens", f"must be at most {most}, as many as the KV cache holds, got {max_tokens}")
     return min(slots, int(blocks // -(-(prompt_tokens + max_tokens) // per_block)))
 
 

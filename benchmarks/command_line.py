@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         return 141
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidArgument) else 1
     except KeyboardInterrupt:
         return 130
     finally:
@@ -388,6 +388,8 @@ def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
 def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
     """Yield the server under test, started here with --engine."""
     if arguments.engine:
+        if arguments.url:
+            raise InvalidArgument("url", f"must be left out beside --engine, which starts its own, got {arguments.url}")
         with running_server(arguments.engine) as server:
             yield server
         return
@@ -403,10 +405,12 @@ def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
 
 
 def _keep(runs: list[Measurement], kind: str, arguments: argparse.Namespace, text: str) -> int:
-    """Write the results, then print the text. Returns 0 if the self-checks pass, else 3."""
+    """Write the results, then print the text. Returns 0 if the self-checks pass, 1 if nothing was answered, else 3."""
     folder = _folder(arguments, kind)
     paths = [measurement.save(runs, folder, kind), *report.write_csv(runs, folder, kind)]
     print(f"{text}\n\n  written: {', '.join(str(path) for path in paths)}\n  plots: {_COMMAND} plot {paths[0]}")
+    if not any(record.ok for measured in runs for record in measured.records):
+        return 1
     return 0 if all(check.ok is not False for measured in runs for check in measured.checks) else 3
 
 

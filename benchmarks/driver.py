@@ -25,6 +25,7 @@ from contract.errors import TridentError
 
 LAG_SAMPLE_S = 0.01
 PREPARED = 128  # requests made before the load begins
+PREPARE_S = 10.0  # at most, for them
 LONGEST_S = 86_400.0
 
 
@@ -137,14 +138,18 @@ class _Run:
         self._prepared: dict[int, PlannedRequest] = {}
 
     def prepare(self) -> None:
-        """Make the first requests' prompts now, so that making them does not delay the load's start."""
+        """Make the first requests' prompts now, so that making them does not delay the load's start; long ones only for
+        PREPARE_S."""
+        end_s = time.monotonic() + PREPARE_S
         if self._workload.concurrency:
             count = max(PREPARED, 2 * self._workload.concurrency)
             for number in range(self._share.nth, min(count, self._limit), self._share.of):
-                self._prepared[number] = self._workload.request(number, self._prompts)
+                if time.monotonic() < end_s:
+                    self._prepared[number] = self._workload.request(number, self._prompts)
         else:
             for number, arrival in itertools.islice(self._arrivals(), PREPARED):
-                self._prepared[number] = self._workload.request(number, self._prompts, arrival)
+                if time.monotonic() < end_s:
+                    self._prepared[number] = self._workload.request(number, self._prompts, arrival)
 
     @property
     def _limit(self) -> int:

@@ -111,7 +111,8 @@ def of_run(run: Measurement) -> str:
         f"{run.name}: {workload['loop']}; {lengths(run)}",
         f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
-        f"{figures.cancelled} cancelled" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
+        f"{figures.cancelled} cancelled",
+        *(f"    {count} × {_first(run, name)}" for name, count in figures.errors.items()),
         *_all_in_warmup(run),
         "",
         table(
@@ -136,7 +137,13 @@ def lengths(run: Measurement) -> str:
     """Describe prompts and answers; the server may count the prompts' tokens with another tokenizer than we did."""
     counted = [record.input_tokens for record in run.records if record.input_tokens]
     theirs = f" (median by the server's count {statistics.median(counted):g})" if counted else ""
-    return f"in {run.workload['input_tokens']}{theirs}, out {run.workload['output_tokens']}"
+    of_trace = "lengths of the trace, where it has none " if run.workload["loop"].startswith("open, trace") else ""
+    return f"{of_trace}in {run.workload['input_tokens']}{theirs}, out {run.workload['output_tokens']}"
+
+
+def _first(run: Measurement, error_type: str) -> str:
+    """Return the first error of a type, with its message."""
+    return next(record.error for record in run.records if record.error_type == error_type)[:200]
 
 
 def _all_in_warmup(run: Measurement) -> list[str]:

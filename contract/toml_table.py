@@ -39,7 +39,7 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
     place = [str(part) for part in error["loc"] if part != "[key]"]
-    _, should, rest = error["msg"].partition(" should ")
+    _, should, rest = error["msg"].replace(" after validation", "").partition(" should ")
     problem = f"must {rest if should else 'be ' + error['msg']}, got {error['input']!r}"
     if error["type"] == "value_error":  # a validator's own words
         words = str(error["ctx"]["error"])
@@ -49,6 +49,8 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
         place += [name] if name else []
     elif error["type"] == "model_type":
         problem = f"must be a table, got {error['input']!r}"
+    elif error["type"] in ("tuple_type", "list_type"):
+        problem = f"must be a list, got {error['input']!r}"
     elif error["type"] == "extra_forbidden":
         problem = f"is not known: must be one of {', '.join(allowed(model, place[:-1]))}"
     elif error["type"] == "missing":

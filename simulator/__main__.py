@@ -56,11 +56,11 @@ def main(arguments: Sequence[str]) -> int:
             table, pairs = report.compared(results[0], results[1], told)
             shown = "\n".join([*map(report.text, told), table])
             written = {"first": told[0], "second": told[1], "pairs": pairs}
-        elif options.plot is not None:
-            report.plot(results[0], options.plot)
         print(shown)
         if options.json is not None:
             options.json.write_text(json.dumps(written, sort_keys=True) + "\n", "utf-8")
+        if getattr(options, "plot", None) is not None:
+            report.plot(results[0], options.plot)
     except (TridentError, OSError) as exc:
         print(f"simulator: {exc}", file=sys.stderr)
         return 2

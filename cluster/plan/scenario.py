@@ -86,7 +86,13 @@ def _fixed(value: object) -> object:
     return value
 
 
-_Lengths = Annotated[Lengths, BeforeValidator(_fixed)]
+def _not_all_cut(lengths: Lengths) -> Lengths:
+    if lengths.most < lengths.p50:
+        raise ValueError(f"most: must be at least p50, got {lengths.most}")
+    return lengths
+
+
+_Lengths = Annotated[Lengths, BeforeValidator(_fixed), AfterValidator(_not_all_cut)]
 
 
 class Class(_Table):

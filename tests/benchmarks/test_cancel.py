@@ -9,7 +9,7 @@ import pytest
 from benchmarks import cancel
 from benchmarks.measurement import ServerUnderTest
 from clients import NO_RETRY, AsyncClient
-from contract.errors import EngineFailed
+from contract.errors import EngineFailed, InvalidArgument, PromptTooLong
 from contract.generation import FinishReason
 from tests.fakes.replica import Script
 
@@ -25,6 +25,13 @@ async def test_running_streams_are_filled_to_the_count_and_cancelled(replica):
     async with asyncio.timeout(60):
         while server.counts.cancelled < 3:
             await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_is_refused_ends_the_measurement(replica):
+    server = replica(lambda seen: Script(refuse=PromptTooLong("prompt", "is too long")))
+    async with AsyncClient(server.url, retry=NO_RETRY) as client:
+        with pytest.raises(PromptTooLong):
+            await cancel.RunningStreams(client, 1000).fill(2)
 
 
 @pytest.fixture
@@ -62,6 +69,11 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per"} 32
 def test_the_capacity_is_that_of_slots_or_of_kv_blocks(metrics, max_tokens, expected):
     server = ServerUnderTest("127.0.0.1:1", metrics(GAUGES))
     assert cancel.capacity(server, max_tokens) == expected
+
+
+def test_streams_for_which_the_cache_has_no_room_are_refused(metrics):
+    with pytest.raises(InvalidArgument, match="max_tokens: must be at most 31.., as many as the KV cache holds"):
+        cancel.capacity(ServerUnderTest("127.0.0.1:1", metrics(GAUGES)), 3200)
 
 
 def test_a_server_without_these_gauges_is_named(metrics):

@@ -92,6 +92,7 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
         (["efficiency", "--engines", "demo,nosuch"], "there is no engine at"),
         (["efficiency", "--engines", "demo,"], "engines: must be names of engines, separated by commas, got 'demo,'"),
         (["run", "--url", "127.0.0.1:99999"], "url: must be HOST:PORT"),
+        (["run", "--url", "127.0.0.1:9", "--engine", "demo"], "url: must be left out beside --engine"),
         (["run", "--arrivals", "poisson:x"], "arrivals: must be poisson:RATE"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: must be between 0 and 1, got 2"),
         (["run", "--url", "http://127.0.0.1:8001"], "url: must be HOST:PORT of the server's gRPC endpoint"),
@@ -102,7 +103,7 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
-    assert command_line.main(arguments) == 1
+    assert command_line.main(arguments) == (1 if problem.startswith("there is no") else 2)
     assert problem in capsys.readouterr().err
 
 
@@ -130,14 +131,14 @@ def test_numbers_that_measure_nothing_are_refused_before_anything_runs(arguments
 def test_a_server_that_is_not_there_is_a_failure_of_every_request(tmp_path: Path, capsys):
     code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *SMALL, "--out", str(tmp_path)])
     output = capsys.readouterr().out
-    assert "0 answered, 2 failed, 0 cancelled; 2 × Unavailable" in output
-    assert code == 3 and "NOT OK  answers: 2 of 2 requests failed" in output
+    assert "0 answered, 2 failed, 0 cancelled\n    2 × Unavailable: cannot reach" in output
+    assert code == 1 and "NOT OK  answers: 2 of 2 requests failed" in output
 
 
 def test_an_answer_that_is_cut_short_is_a_failure(replica, tmp_path: Path, capsys):
     server = replica(lambda seen: Script(("a", "b"), FinishReason.CANCELLED))
     command_line.main(["run", "--url", server.url, "--requests", "3", *SMALL, "--out", str(tmp_path)])
-    assert "0 answered, 3 failed, 0 cancelled; 3 × Unfinished" in capsys.readouterr().out
+    assert "0 answered, 3 failed, 0 cancelled\n    3 × Unfinished" in capsys.readouterr().out
 
 
 def test_a_known_error_is_one_line(monkeypatch, capsys):
@@ -158,7 +159,7 @@ def test_a_trace_is_replayed_whole_and_from_its_first_request(replica, tmp_path:
     assert [record["usage_tokens"] for record in saved["records"]] == [2, 3, 5]
     assert saved["figures"]["requests"] == saved["figures"]["ok"] == 3
     assert saved["figures"]["output_tokens_per_s"] == pytest.approx(10 / saved["figures"]["window_s"])
-    capsys.readouterr()
+    assert "; lengths of the trace, where it has none in 128" in capsys.readouterr().out
     command_line.main(["run", "--arrivals", f"trace:{trace},2", "--warmup", "0.3", *arguments])
     assert "warmup: must end before the load does, all 3 requests" in capsys.readouterr().out
     command_line.main(["run", "--arrivals", f"trace:{trace}", "--duration", "0.2", *arguments])

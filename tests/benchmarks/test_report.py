@@ -22,6 +22,6 @@ def test_too_much_load_of_other_processes_is_a_warning():
 
 
 def test_prompts_that_the_server_counts_otherwise_are_told():
-    workload = {"input_tokens": "128 tokens", "output_tokens": "64 tokens"}
+    workload = {"input_tokens": "128 tokens", "output_tokens": "64 tokens", "loop": "closed, concurrency 1"}
     run = SimpleNamespace(workload=workload, records=[Record(n, 0.0, input_tokens=n) for n in (0, 97, 98, 99)])
     assert report.lengths(run) == "in 128 tokens (median by the server's count 98), out 64 tokens"
