@@ -62,7 +62,8 @@ FORMULAS_CPU = {
     "activations": "max_num_tokens x 4 x (2 x widest + 5 x hidden) + sequences x vocab x 4, in f32",
     "buffers": (
         "none without drafts; with them a second pipeline: weights, activations, and a KV cache of a quarter of "
-        "kv_cache_tokens, or of one sequence of max_seq_len and its drafts"
+        "kv_cache_tokens, or of one sequence of max_seq_len and its drafts; not counted: weights again, and KV caches "
+        "of up to 8 sequences, from the first request for num_top_log_probs or return_prompt_log_probs on"
     ),
     "context": "170 MiB for the engine process before any weight (measured)",
     "kv_pool": "kv_cache_tokens, as the recipe says",

@@ -33,7 +33,7 @@ class RetryPolicy:
 
     def wait_s(self, failures: int, hint: RetryHint, rng: random.Random) -> float:
         """Return how long to wait after ``failures`` (1, 2, …) failed attempts."""
-        ceiling_s = min(self.cap_s, self.base_s * 2 ** (failures - 1))
+        ceiling_s = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60))
         return (hint.after_s or 0.0) + rng.uniform(0.0, ceiling_s)
 
 

@@ -24,7 +24,6 @@ from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
 from python_backends.cpu_engine.serving_cost import ServerCpu, ServingCost
 from python_backends.cpu_engine.stream import Sink, Stream
-from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
 from python_backends.cpu_engine.worker_starts import WorkerStarts
 from python_backends.ensemble.control import ControlMessage, Verb
@@ -72,7 +71,7 @@ class Engine:
         self._clock_ns = clock_ns
         self._epoch = clock_ns()
         self._next_key = 0
-        self._streams = StreamTable()
+        self._streams: dict[int, Stream] = {}
         self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
         cost = ServingCost(ServerCpu().read)
         self._window = CoalescingWindow(max_coalesce_ns, cost)
@@ -132,7 +131,7 @@ class Engine:
             accept = self._scheduler.hold if held else self._scheduler.enqueue
             accept(key, self._limits.blocks(tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
-            self._streams.add(stream)
+            self._streams[key] = stream
             if not held:
                 self._metrics.accepted(stream)
                 self._start_scheduled(now_ns)
@@ -164,11 +163,11 @@ class Engine:
         self._metrics.refused(error)
         self._ticker.wake()
 
-    def stop_request(self, request_id: str) -> int:
-        """End every live stream of that request id, as TensorRT-LLM's stop does; return how many there were."""
+    def stop_request(self, request_id: str) -> None:
+        """End every live stream of that request id, as TensorRT-LLM's stop does."""
         with self._senders:
-            keys = self._streams.keys_of(request_id)
-            return sum(self._end(key, StreamEvent.CANCELLED, cancelled_by="stop_request") for key in keys)
+            for key in [key for key, stream in self._streams.items() if stream.request.request_id == request_id]:
+                self._end(key, StreamEvent.CANCELLED, cancelled_by="stop_request")
 
     def on_control(self, message: ControlMessage) -> None:
         """Execute a command of the detokenizer or the supervisor."""
@@ -327,11 +326,11 @@ class Engine:
 
     def _end(
         self, key: int, event: StreamEvent, *, error: TridentError | None = None, cancelled_by: str | None = None
-    ) -> bool:
+    ) -> None:
         """End a stream from the engine's side. The worker's last output for it releases its slot and blocks."""
         stream = self._streams.get(key)
         if stream is None:
-            return False
+            return
         if cancelled_by is not None:
             self._metrics.cancelled(cancelled_by)
         if stream.started_ns:
@@ -340,7 +339,6 @@ class Engine:
             self._scheduler.release(key)
             self._start_scheduled(self._clock_ns())  # those behind it may fit
         self._finish(stream, event, error=error)
-        return True
 
     def _finish(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
         self._remove(stream, event, stop_id, error)
@@ -348,7 +346,7 @@ class Engine:
 
     def _remove(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
         """Remove the stream and queue its last response."""
-        self._streams.remove(stream)
+        del self._streams[stream.key]
         stream.finish(event, stop_id, error)
         self._senders.put(stream)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from contract.errors import InvalidArgument
 from contract.generation import UINT64_MAX, Guide, SamplingParams
+from contract.priority import NORMAL
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble.guide import read_guide
-from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits

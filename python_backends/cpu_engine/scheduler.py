@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from contract import failpoint
 from contract.errors import Overloaded
-from python_backends.ensemble.priority import NORMAL
+from contract.priority import NORMAL
 
 
 class Scheduler:

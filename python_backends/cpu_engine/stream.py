@@ -134,12 +134,10 @@ class Stream:
             self.pending_top += top
             self.cum_log_prob += sum(log_probs)
 
-    def finish(self, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> bool:
-        """Set how the stream ended; return False and change nothing if it had ended already."""
-        if self.event.last:
-            return False
-        self.event, self.stop_id, self.error = event, stop_id, error
-        return True
+    def finish(self, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
+        """Set how the stream ended, unless it had ended already."""
+        if not self.event.last:
+            self.event, self.stop_id, self.error = event, stop_id, error
 
     def stop_sequence_end(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of the new ids belong to the output because a stop sequence ends there, else None."""
@@ -149,7 +147,8 @@ class Stream:
         longest = max(map(len, sequences))
         seen = self.tail + tuple(token_ids)
         for end in range(len(self.tail) + 1, len(seen) + 1):
-            if any(seen[max(0, end - len(sequence)) : end] == sequence for sequence in sequences):
+            last = seen[end - 1]
+            if any(word[-1] == last and seen[max(0, end - len(word)) : end] == word for word in sequences):
                 return end - len(self.tail)
         self.tail = seen[-longest:]
         return None
@@ -200,7 +199,8 @@ class Stream:
             options = self.request.stream_options
         if self.error is not None:
             error = to_text(self.error)
-        if self.request.echo and not self.echoed and event is not StreamEvent.PROBE:
+        bare = not token_ids and event in (StreamEvent.PROBE, StreamEvent.ERROR)  # its client may send it again
+        if self.request.echo and not self.echoed and not bare:
             self.echoed = True
             token_ids = self.request.input_ids.tolist() + token_ids
             log_probs, top = self.prompt_log_probs + log_probs, self.prompt_top + top

@@ -15,7 +15,6 @@ from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
 from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream import Stream
-from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.triton_io import log_error
 
@@ -36,7 +35,7 @@ class EndStream(Protocol):
 
     def __call__(
         self, key: int, event: StreamEvent, *, error: TridentError | None = None, cancelled_by: str | None = None
-    ) -> bool: ...
+    ) -> None: ...
 
 
 class Ticker:
@@ -44,7 +43,7 @@ class Ticker:
 
     def __init__(
         self,
-        streams: StreamTable,
+        streams: dict[int, Stream],
         scheduler: Scheduler,
         window: CoalescingWindow,
         cost: ServingCost,

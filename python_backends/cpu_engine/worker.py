@@ -32,9 +32,8 @@ from python_backends.cpu_engine.drafting import TIMED_STEPS, Drafting, timed_tok
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget, attended
-from python_backends.cpu_engine.top_log_probs import CHUNK_TOKENS, TopLogProbsModel
+from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 from python_backends.grammar.structured_output import structured_output
 from python_backends.limits import EngineLimits
@@ -42,6 +41,7 @@ from python_backends.limits import EngineLimits
 _NICE = 5
 _PIECE_IDS = 2**62  # beyond those of all sequences
 _TIMED_IDS = _PIECE_IDS - UNDRAFTED_FROM
+_MOST_SCORED = 8  # sequences that the second model reads at once: each has a KV cache of its own beside the pipeline's
 _IDLE_S = 0.1  # without a command, until steps are timed: clients that send the next request at once wait for none
 
 
@@ -63,7 +63,6 @@ class StepLoop:
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
         self._unscored: dict[int, AddSequence] = {}  # they start once their prompts are scored
-        self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, AddSequence] = {}  # in the order in which they came
         self._log_probs = set[int]()  # sequences whose log probabilities were requested
         self._ended: list[StepOutput] = []  # what the next report begins with
@@ -209,26 +208,23 @@ class StepLoop:
         came.clear()
 
     def _score_prompt(self) -> None:
-        """Score a chunk of one prompt: running sequences wait for no more than that in a step."""
-        if not self._unscored:
+        """Read a chunk of one prompt: running sequences wait for no more than that in a step."""
+        command = next(iter(self._unscored.values()), None)
+        if command is None:
             return
-        command = next(iter(self._unscored.values()))
-        k = command.sampling.top_log_probs
-        if self._scores is None or self._scores.id != command.id:
-            self._top_log_probs.open(command.id, command.input_ids, k)
-            none = [TopLogProbs([-1] * k, [0.0] * k)] if k else []
-            self._scores = StepOutput(
-                command.id, [], [], StreamEvent.RUNNING, prompt_log_probs=[0.0], prompt_top_log_probs=none
-            )
-        log_probs, top = self._top_log_probs.score_prompt(command.id)
-        self._scores.prompt_log_probs.extend(log_probs)
-        self._scores.prompt_top_log_probs.extend(top)
-        if len(log_probs) < CHUNK_TOKENS:
-            if command.sampling.prompt_log_probs:
-                self._ended.append(self._scores)
-            del self._unscored[command.id]
-            self._scores = None
-            self._add(command)
+        id, sampling = command.id, command.sampling
+        if id not in self._top_log_probs:
+            if len(self._top_log_probs) >= _MOST_SCORED:
+                return
+            self._top_log_probs.open(id, command.input_ids, sampling.top_log_probs, sampling.prompt_log_probs)
+        if (scores := self._top_log_probs.read_prompt(id)) is None:
+            return
+        if sampling.prompt_log_probs:
+            log_probs, top = scores
+            scored = StepOutput(id, [], [], StreamEvent.RUNNING, prompt_log_probs=log_probs, prompt_top_log_probs=top)
+            self._ended.append(scored)
+        del self._unscored[id]
+        self._add(command)
 
     def _add(self, command: AddSequence, behind: int = 0) -> None:
         """Add a sequence, behind which so many others have come."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 from contract.errors import InvalidArgument, Unavailable
 from python_backends.ensemble import local_datagram
@@ -35,6 +36,7 @@ class StreamMetadata:
     max_tokens, num_input_tokens: tokens.
     end_ids: every id that ends the output.
     adapter: number of the LoRA adapter, 0 for none.
+    until_s: monotonic; the tokenizer has given up, and its client may use the id again.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class StreamMetadata:
     num_input_tokens: int
     end_ids: tuple[int, ...]
     adapter: int = 0
+    until_s: float = field(default=math.inf, compare=False)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -88,7 +91,7 @@ class MetadataSender:
             Unavailable: the detokenizer does not answer.
         """
         check_request_id(metadata.request_id)
-        datagram = metadata.encode()
+        datagram = replace(metadata, until_s=time.monotonic() + _REPLY_TIMEOUT_S).encode()
         if len(datagram) > _MAX_BYTES:
             raise InvalidArgument("stop_words", f"must take at most {_MAX_BYTES} bytes in all, got {len(datagram)}")
         accepted = self._reply_to(datagram, metadata.request_id)["accepted"]
@@ -149,6 +152,8 @@ class MetadataListener(local_datagram.Listener):
                     taken = take(fields["take"])
                     return taken.encode() if taken else json.dumps({"request_id": fields["take"]}).encode()
                 metadata = StreamMetadata.decode(datagram)
+                if time.monotonic() >= metadata.until_s:
+                    return None
             except (ValueError, TypeError, KeyError, RecursionError):
                 return None
             return json.dumps({"request_id": metadata.request_id, "accepted": accept(metadata)}).encode()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from contract.generation import Guide, SamplingParams
-from python_backends.ensemble.priority import NORMAL
+from contract.priority import NORMAL
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from contract import manifest as manifests
+from contract import priority
 from contract.backend_settings import Settings
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import GUIDE_KINDS, Guide
 from python_backends.adapter_ids import AdapterIds
 from python_backends.adapter_weights import adapter_tensors
-from python_backends.ensemble import priority
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.word_list import encode_word_list
 from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
@@ -135,10 +135,13 @@ class TritonPythonModel:
     def _parse(self, request: Request) -> _Prompt | TridentError:
         """Return the request, the text to encode and whether to add special tokens; or the error."""
         try:
-            prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes, self._adapters)
+            sent = parameters(request)
+            prompt = parse(Inputs(request), sent, self._limits, self._max_prompt_bytes, self._adapters)
             self._refuse_unsupported(prompt)
-            if self._metadata_channel is not None:
-                priority.refuse(parameters(request))
+            if self._cpp_backend and priority.read(sent) != priority.NORMAL:
+                given = sent[priority.PARAMETER]
+                problem = f"must be left out, the TensorRT-LLM engine has no priorities; got {given!r}"
+                raise InvalidArgument(priority.PARAMETER, problem)
             text = prompt.prompt or ""
             if prompt.messages is not None:
                 text = self._chat_template.render(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
@@ -201,6 +204,8 @@ class TritonPythonModel:
                 ("return_prompt_log_probs", prompt.prompt_log_probs, "false"),
                 ("max_tokens", prompt.max_tokens == 0 and "0", "1 or more"),
                 ("continue_ids", prompt.continue_ids.size and f"{prompt.continue_ids.size} ids", "left out"),
+                # The C++ backend's streams never begin with the prompt.
+                ("exclude_input_in_output", self._cpp_backend and prompt.options.echo and "false", "true"),
             ]
         for name, value, neutral in refused:
             if value:

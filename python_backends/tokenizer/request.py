@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from contract import priority
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.generation import Guide
 from contract.tensors import ENSEMBLE_INPUTS
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
-from python_backends.ensemble import priority
 from python_backends.ensemble.guide import read_guide
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.limits import EngineLimits
@@ -22,6 +22,7 @@ from python_backends.triton_io import Inputs
 DEFAULT_MAX_TOKENS = 128
 _MAX_STOPS = 100
 _MAX_STOP_CHARACTERS = 1000
+_MAX_STOPS_CHARACTERS = 4096  # of all: the detokenizer's one thread builds an automaton of them
 
 # An unknown request parameter is usually a misspelt or misplaced input (generate_stream turns every JSON key that is no
 # input into one), so it is refused. Forwarded headers arrive as parameters too.
@@ -264,4 +265,6 @@ def _stop_words(inputs: Inputs) -> tuple[str, ...]:
             raise InvalidArgument(
                 "stop_words", f"must hold strings of at most {_MAX_STOP_CHARACTERS} characters, got {len(word)}"
             )
+    if (characters := sum(map(len, words))) > _MAX_STOPS_CHARACTERS:
+        raise InvalidArgument("stop_words", f"must have at most {_MAX_STOPS_CHARACTERS} characters, got {characters}")
     return words

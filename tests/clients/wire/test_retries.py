@@ -36,6 +36,10 @@ def test_the_jitter_is_full_and_grows_with_the_failures() -> None:
     assert means == pytest.approx([0.5, 1.0, 2.0], rel=0.1)
 
 
+def test_after_thousands_of_failures_a_wait_is_still_at_most_the_cap() -> None:
+    assert 0 <= RetryPolicy(attempts=5000).wait_s(4999, RetryHint(), random.Random(1)) <= 2
+
+
 def test_only_retryable_errors_are_tried_again() -> None:
     for error in (EngineFailed("x"), DeadlineExceeded("x"), InvalidArgument("a", "b")):
         assert schedule().wait_s(error, RetryHint(), ENDLESS_S) is None

@@ -211,11 +211,20 @@ def test_an_echo_comes_also_when_nothing_was_generated():
     assert (increment.token_ids, increment.num_output_tokens, increment.state.first) == ([7, 8, 9], 0, 0)
 
 
+def test_a_failure_before_the_first_token_sends_no_echo():
+    one = stream(echo=True)
+    one.probe_due = True
+    one.take(10)
+    one.finish(StreamEvent.ERROR, error=EngineFailed("broke"))
+    failed = one.take(20)
+    assert (failed.token_ids, failed.log_probs, failed.state.event) == ([], [], StreamEvent.ERROR)
+
+
 def test_a_stream_ends_once_and_the_first_end_counts():
     one = stream()
     add(one, 1)
-    assert one.finish(StreamEvent.CANCELLED)
-    assert not one.finish(StreamEvent.ERROR, error=EngineFailed("late"))
+    one.finish(StreamEvent.CANCELLED)
+    one.finish(StreamEvent.ERROR, error=EngineFailed("late"))
     add(one, 2)
     increment = one.take(20)
     assert (increment.token_ids, increment.state.event, increment.error) == ([1], StreamEvent.CANCELLED, "")

@@ -10,7 +10,6 @@ from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad
 from python_backends.cpu_engine.scheduler import Scheduler
 from python_backends.cpu_engine.serving_cost import ServingCost
-from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import StepReport
@@ -38,7 +37,7 @@ class Recorder:
 
 class Setting:
     def __init__(self):
-        self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
+        self.recorder, self.streams, self.ended = Recorder(), {}, []
         self.scheduler, self.now_ns, self.closed = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12, ()
         cost = ServingCost(lambda: None)
         self.ticker = Ticker(
@@ -57,7 +56,7 @@ class Setting:
 
     def _end(self, key, event, *, error=None, cancelled_by=None):
         self.ended.append((key, event, cancelled_by))
-        self.streams.remove(self.streams[key])
+        del self.streams[key]
         self.scheduler.release(key)
 
     def add(self, **changes):
@@ -67,7 +66,7 @@ class Setting:
         self.scheduler.schedule()
         one.started_ns = self.now_ns
         with self.recorder:
-            self.streams.add(one)
+            self.streams[one.key] = one
             self.ticker.watch(one.request.deadline_ns)
         return one
 
@@ -96,7 +95,7 @@ def test_it_ticks_while_a_stream_lives_and_sleeps_after_the_last(setting):
     one = setting.add()
     until(lambda: setting.recorder.loads)
     assert not setting.ticker.idle
-    setting.streams.remove(one)
+    del setting.streams[one.key]
     setting.scheduler.release(one.key)
     until(lambda: setting.ticker.idle)
     assert setting.recorder.loads[-1].running == 0
@@ -136,7 +135,7 @@ def test_a_deadline_before_the_next_check_is_kept(setting):
     until(lambda: setting.recorder.loads)  # it has looked at the first stream
     one = stream(key=23, timeout_ns=10**7, arrival_ns=setting.now_ns)
     with setting.recorder:
-        setting.streams.add(one)
+        setting.streams[one.key] = one
         setting.ticker.watch(one.request.deadline_ns)
     setting.now_ns += 2 * 10**7  # no stream has been silent for long yet
     until(lambda: setting.ended)

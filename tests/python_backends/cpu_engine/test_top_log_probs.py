@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from contract import manifest as manifests
-from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
+from python_backends.cpu_engine import top_log_probs
+from python_backends.cpu_engine.top_log_probs import CHUNK_TOKENS, TopLogProbsModel
 from tests.fakes import checkpoints, numpy_llama
-
-pytestmark = pytest.mark.slow
 
 CONFIG = checkpoints.CONFIGS["llama_gqa"]
 
@@ -28,10 +27,13 @@ def log_probs(ids, tmp_path_factory):
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1] * 10, [10], [3, 4, 1, 2], [200]])
 def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(model, ids, log_probs, sizes):
     prompt = 140  # more than one chunk
-    model.open(1, ids[:prompt], 5)
+    model.open(1, ids[:prompt], 5, prompt=False)
+    while model.read_prompt(1) is None:
+        pass
     place = prompt
     for size in sizes:
         chosen, entries = model.score(1, ids[place : place + size].tolist())
@@ -45,15 +47,19 @@ def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(
     model.close(1)
 
 
-@pytest.mark.parametrize(("prompt", "k"), [(1, 3), (2, 0), (128, 1), (129, 2), (130, 20), (300, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "k"), [(1, 3), (2, 0), (32, 1), (33, 2), (34, 20), (300, 5)])
 def test_a_prompts_ids_have_log_probabilities_chunk_by_chunk_and_so_have_those_after_it(
     model, ids, log_probs, prompt, k
 ):
-    model.open(3, ids[:prompt], k)
-    chosen, entries, chunks = [], [], 0
-    while (chunk := model.score_prompt(3)) != ([], []):
-        chosen, entries, chunks = chosen + chunk[0], entries + chunk[1], chunks + 1
-    assert chunks == -(-(prompt - 1) // 128)
+    model.open(3, ids[:prompt], k, prompt=True)
+    chunks = 1
+    while (scores := model.read_prompt(3)) is None:
+        chunks += 1
+    assert chunks == max(1, -(-(prompt - 1) // CHUNK_TOKENS))
+    [none, *chosen], entries = scores
+    assert none == 0 and [entry.ids for entry in entries[:1]] == [[-1] * k] * (k > 0)
+    entries = entries[1:]
     np.testing.assert_allclose(chosen, log_probs[np.arange(prompt - 1), ids[1:prompt]], atol=1e-3)
     assert len(entries) == (prompt - 1 if k else 0)
     for entry, expected in zip(entries, log_probs, strict=False):
@@ -64,22 +70,42 @@ def test_a_prompts_ids_have_log_probabilities_chunk_by_chunk_and_so_have_those_a
     model.close(3)
 
 
+@pytest.mark.slow
 def test_sequences_do_not_share_state(model, ids, log_probs):
     for id in (1, 2):
-        model.open(id, ids[: 20 + id], 1)
+        model.open(id, ids[: 20 + id], 1, prompt=False)
     for id in (2, 1):
         _, [entry] = model.score(id, ids[20 + id : 21 + id].tolist())
         assert entry.ids == [int(log_probs[19 + id].argmax())]
         model.close(id)
 
 
+@pytest.mark.slow
 def test_a_sequence_without_top_log_probs_compiles_no_model(tiny_engine):
     model = TopLogProbsModel(tiny_engine / "no such model.xml", {})
     assert model.score(7, [1, 2]) == ([], [])
     model.close(7)
 
 
+@pytest.mark.slow
 def test_no_new_ids_are_no_entries(model, ids):
-    model.open(3, ids[:4], 2)
+    model.open(3, ids[:4], 2, prompt=False)
     assert model.score(3, []) == ([], [])
     model.close(3)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_not_scored_is_read_alone(monkeypatch, model, ids):
+    monkeypatch.setattr(top_log_probs, "log_probs", None)
+    model.open(3, ids[:40], 2, prompt=False)
+    assert model.read_prompt(3) is None and model.read_prompt(3) == ([], [])
+    model.close(3)
+
+
+def test_log_probabilities_of_a_large_vocabulary_are_exact():
+    logits = np.random.default_rng(5).normal(0, 3, (4, 50_000)).astype(np.float32)
+    exact = logits.astype(np.float64)
+    exact -= np.logaddexp.reduce(exact, axis=-1, keepdims=True)
+    chosen, top = top_log_probs.log_probs(logits, np.arange(4), 3)
+    np.testing.assert_allclose(chosen, exact[range(4), range(4)], atol=1e-5)
+    np.testing.assert_allclose([entry.log_probs for entry in top], -np.sort(-exact)[:, :3], atol=1e-5)

@@ -23,6 +23,7 @@ from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.step_budget import StepBudget
+from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.cpu_engine.worker import StepLoop, fold_seed, generation_config
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
@@ -359,9 +360,24 @@ def test_the_prompts_of_top_log_probs_are_read_a_chunk_in_a_step(triton_types, t
 
     monkeypatch.setattr(top_log_probs._Sequence, "_logits", counted)
     schedule.run(tiny_engine)
-    assert 128 <= max(fed.values()) < 140 and sum(fed.values()) >= 2 * prompt.size
+    assert 32 <= max(fed.values()) < 44 and sum(fed.values()) >= 2 * prompt.size
     assert schedule.generated[2] == schedule.generated[3] == undisturbed(tiny_engine, prompt, 4)
     assert not any(output.prompt_log_probs for report in schedule.reports for output in report.outputs)
+
+
+def test_the_second_model_reads_no_more_than_eight_sequences_at_once(triton_types, tiny_engine, monkeypatch):
+    sampling, prompts = SamplingParams(top_k=1, top_log_probs=1), [np.arange(id, 60 + id) for id in range(12)]
+    steps = iter([[AddSequence(id, prompts[id], 20, sampling, frozenset()) for id in range(12)], [EndSequence(0)]])
+    schedule, opened, sizes = Schedule(lambda schedule: next(steps, None)), TopLogProbsModel.open, []
+
+    def counted(self, *arguments):
+        opened(self, *arguments)
+        sizes.append(len(self._sequences))
+
+    monkeypatch.setattr(TopLogProbsModel, "open", counted)
+    schedule.run(tiny_engine)
+    assert len(sizes) == 12 and max(sizes) == 8
+    assert all(schedule.generated[id] == undisturbed(tiny_engine, prompts[id], 20) for id in range(1, 12))
 
 
 # ---- sampling parameters --------------------------------------------------------------------------------------------

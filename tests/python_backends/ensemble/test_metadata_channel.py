@@ -111,6 +111,28 @@ def test_a_reply_that_came_too_late_is_not_taken_for_the_next_one(name, monkeypa
     box.close()
 
 
+def test_what_is_read_after_its_sender_gave_up_opens_no_stream(name, monkeypatch):
+    monkeypatch.setattr(metadata_channel, "_REPLY_TIMEOUT_S", 0.05)
+    read, reading, released = [], threading.Event(), threading.Event()
+
+    def accept(metadata):
+        read.append(metadata.request_id)
+        reading.set()
+        return released.wait(60)
+
+    box, sender = MetadataListener(name, accept), MetadataSender(name)
+    sender._socket.sendto(StreamMetadata("slow", "", 1, 1, ()).encode(), "\0" + name)
+    assert reading.wait(60)
+    with pytest.raises(Unavailable):
+        sender.post(StreamMetadata("late", "", 1, 1, ()))
+    released.set()
+    monkeypatch.setattr(metadata_channel, "_REPLY_TIMEOUT_S", 60.0)
+    sender.post(StreamMetadata("next", "", 1, 1, ()))
+    sender.close()
+    box.close()
+    assert read == ["slow", "next"]
+
+
 def test_hostile_datagrams_are_skipped(name, sender, table):
     hostile = [
         b"",

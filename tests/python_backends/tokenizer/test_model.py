@@ -420,7 +420,12 @@ def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
     assert "return_prompt_log_probs: must be false, got True" in str(cpp(**echo, return_prompt_log_probs=True))
     assert "max_tokens: must be 1 or more, got 0" in str(cpp(**echo, max_tokens=0))
     assert "continue_ids: must be left out, got 2 ids" in str(cpp(**echo, continue_ids=[1, 2]))
+    assert "exclude_input_in_output: must be true, got false" in str(cpp(**echo))
+    first = cpp(request_id="r1", text_input="a", parameters={"request_priority": 1})
+    assert "request_priority: must be left out, the TensorRT-LLM engine has no priorities; got 1" in str(first)
     assert not cpp.known
+    cpp(request_id="r1", text_input="a", parameters={"request_priority": 0.5})
+    assert "r1" in cpp.known
 
 
 def test_a_refusal_that_the_checker_keeps_keeps_no_request():

@@ -112,6 +112,7 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
         ({"stop_token_ids": [1] * 101}, "stop_token_ids", "must hold at most 100 ids, got 101"),
         ({"stop_words": ["x"] * 10_000}, "stop_words", "must hold at most 100 strings, got 10000"),
         ({"stop_words": ["x" * 1001]}, "stop_words", "must hold strings of at most 1000 characters, got 1001"),
+        ({"stop_words": [f"{n}" * 500 for n in range(9)]}, "stop_words", "must have at most 4096 characters, got 4500"),
         ({"stop_words": [b"\xff"]}, "stop_words", "must be UTF-8"),
         ({"embedding_bias_words": ["a"]}, "embedding_bias_weights", "must have a value per word, got 0 for 1"),
         (
