@@ -119,17 +119,21 @@ def allowed(field: FieldInfo) -> str:
     return KINDS.get(kind, "text") + bounds
 
 
-def table(settings: type[EnvironmentSettings]) -> str:
-    """Return a Markdown table of the variables of ``settings``: default, allowed values and description."""
-    rows = ["| variable | default | allowed | description |", "|---|---|---|---|"]
+def table(settings: type[EnvironmentSettings] | Mapping[str, tuple[int, int, str]]) -> str:
+    """Return a Markdown table of variables: default, allowed values and description."""
+    rows = "| variable | default | allowed | description |\n|---|---|---|---|\n"
+    if isinstance(settings, Mapping):  # of contract/backend_settings.py
+        for name, (default, least, text) in settings.items():
+            rows += f"| `{name}` | `{default}` | a whole number from {least} | {text} |\n"
+        return rows
     for name, field in settings.model_fields.items():
         cells = f"`{settings.variable(name)}`", _default(field), allowed(field), field.description or ""
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(rows) + "\n"
+        rows += f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    return rows
 
 
 def render(text: str) -> str:
-    """Return ``text`` with the table of each ``<!-- settings: MODULE:CLASS -->`` section made anew."""
+    """Return ``text`` with the table of each ``<!-- settings: MODULE:NAME -->`` section made anew."""
     return SECTION.sub(lambda found: found[1] + table(pkgutil.resolve_name(found[2])) + found[3], text)
 
 

@@ -14,10 +14,14 @@ from pathlib import Path
 from contract import interpreter
 from contract.errors import InvalidArgument
 from gateway import key_commands, prompt_commands, release_commands, sample_commands, served_models, usage_commands
+from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.batch import webhook
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 from gateway.hooks import loading
+from gateway.identity.audit import Audit
+from gateway.prompts.registry import Registry
+from gateway.samples.store import cipher
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -67,12 +71,21 @@ def hash_key(arguments: argparse.Namespace) -> None:
 
 
 def check_all(arguments: argparse.Namespace) -> None:
-    """Read the settings and the configuration file. Raises: InvalidArgument for the first wrong field."""
+    """Read the settings and what they name, but no database. Raises: InvalidArgument for the first wrong field."""
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
     for name, rules in reading.policy.hooks.items():
         loading.load(name, rules)
     served_models.check(settings, reading.policy, reading.pools)
+    if settings.tokenizer is not None:
+        load_tokenizer(settings.tokenizer)
+    if settings.prompts is not None and (problems := Registry(settings.prompts).problems):
+        raise InvalidArgument(variable("prompts"), f"must hold valid prompts: {problems[0]}")
+    if settings.samples is not None:
+        cipher(settings.samples_keys)
+    log = settings.audit_log
+    if log is None or log.exists() or not os.access(log.parent, os.W_OK | os.X_OK):  # else a start creates it
+        Audit(log)
     if settings.batch_db is not None:
         webhook.configured(settings)
     for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):

@@ -24,7 +24,6 @@ from server.child_command import with_parent_death_signal
 from server.recovery import State
 from server.settings import PORT_FIELDS, ROOT, Settings
 from server.status import Status
-from server.triton_command import ADMIN_HEADER
 
 POLL_INTERVAL_S = 0.02
 STOP_TIMEOUT_S = 60.0
@@ -54,11 +53,6 @@ class Replica:
     @property
     def metrics_url(self) -> str:
         return self.settings.metrics_url
-
-    @property
-    def admin_headers(self) -> dict[str, str]:
-        """HTTP headers that unlock Triton's management APIs."""
-        return {ADMIN_HEADER: self.settings.admin_key}
 
     @property
     def pid(self) -> int:

@@ -65,7 +65,7 @@ class PoolRules(BaseModel):
         """The most replicas: ``max_replicas``, or what ``cost_per_hour`` pays for."""
         if not (self.cost_per_hour and self.replica_hour):
             return self.max_replicas
-        return min(self.max_replicas, int(self.cost_per_hour / self.replica_hour + 1e-9))
+        return int(min(self.max_replicas, self.cost_per_hour / self.replica_hour + 1e-9))
 
     def wait_of(self, priority: int) -> float:
         """Return ``wait_s`` of a class."""

@@ -56,6 +56,8 @@ class Hooks:
 
     def change(self) -> None:
         """Call the prepared hooks for later requests."""
+        for gone in {hook.name for hook in self._hooks} - {hook.name for hook in self._prepared}:
+            self._metrics.out.remove(gone)
         self._hooks = self._prepared
 
     @property

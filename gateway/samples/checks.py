@@ -140,8 +140,9 @@ class Drift:
             counter[value] += 1
 
     def scores(self) -> Iterator[tuple[str, str, str, float]]:
-        """Yield (model, pool, feature, index) where there are enough answers."""
-        least = self.rules.min_answers
+        """Yield (model, pool, feature, index) where there are enough answers; forget what has had none for long."""
+        least, oldest_s = self.rules.min_answers, self._clock() - (self.rules.windows + 1) * self.rules.window_s
+        self._windows = {series: known for series, known in self._windows.items() if known[-1][0] >= oldest_s}
         for (model, pool), known in self._windows.items():
             windows = [counts for _, counts in known]
             if windows[-1][0].total() < least:

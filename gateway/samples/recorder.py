@@ -89,22 +89,21 @@ class Samples:
         self._queue_lock, self._flushing = threading.Lock(), threading.Lock()
         self._closing, self._scored = threading.Event(), set[tuple[str, str, str]]()
         self._thread: threading.Thread | None = None
-        self._registry = registry
+        self._registry, own = registry, CollectorRegistry()
         text = "Samples by what became of them: kept, held for a rating, none of the rules matched"
-        self._samples = Counter("trident_gateway_samples", text, ("result",), registry=None)
+        self._samples = Counter("trident_gateway_samples", text, ("result",), registry=own)
         text = f"Samples that were lost: {', '.join(LOSSES)}"
-        self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=None)
-        self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=None)
+        self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=own)
+        self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=own)
         text, place = f"Checked answers by what was found: {', '.join(checks.FINDINGS)}", ("model", "pool")
-        self._findings = Counter("trident_gateway_quality_answers", text, (*place, "finding"), registry=None)
+        self._findings = Counter("trident_gateway_quality_answers", text, (*place, "finding"), registry=own)
         text = "Checked answers by language or script"
-        self._languages = Counter("trident_gateway_quality_languages", text, (*place, "language"), registry=None)
+        self._languages = Counter("trident_gateway_quality_languages", text, (*place, "language"), registry=own)
         text, buckets = "Tokens of checked answers", tuple(2**power for power in range(15))
-        self._lengths = Histogram("trident_gateway_quality_length", text, place, buckets=buckets, registry=None)
+        self._lengths = Histogram("trident_gateway_quality_length", text, place, buckets=buckets, registry=own)
         text = "How far a window's answers are from those before it: population stability index of a feature"
-        self._index = Gauge("trident_gateway_quality_drift", text, (*place, "feature"), registry=None)
-        counters = (self._samples, self._lost, self._feedback, self._findings, self._languages)
-        self._metrics = (*counters, self._lengths, self._index)
+        self._index = Gauge("trident_gateway_quality_drift", text, (*place, "feature"), registry=own)
+        self._metrics = own
 
     def change(self, rules: SampleRules | None, keyless: bool, opted_in: Iterable[str]) -> None:
         """Apply rules to later requests, and log what is kept. opted_in: the tenants whose requests may be."""
@@ -125,8 +124,7 @@ class Samples:
         if rules.checks is not None:
             self._drift.rules = rules.checks
         if self._thread is None:
-            for metric in self._metrics:
-                self._registry.register(metric)
+            self._registry.register(self._metrics)
             for name in RATINGS:  # rates need the series before its first increment
                 self._feedback.labels(name)
             for name in LOSSES:
@@ -213,7 +211,7 @@ class Samples:
         while not self._closing.wait(FLUSH_S):
             if self._queued:
                 self.flush()
-            if self._active and time.monotonic() >= round_s:
+            if time.monotonic() >= round_s:
                 round_s = time.monotonic() + min(ROUND_S, self._drift.rules.window_s / 4)
                 self._round()
         self.flush()
@@ -221,7 +219,7 @@ class Samples:
     def _round(self) -> None:
         """Remove what is too old, and say how far answers have drifted."""
         try:
-            if self.store is not None:
+            if self.store is not None and self._active:
                 self.store.purge(self.rules, time.time())
         except Unavailable as exc:
             _LOG.error("samples: what is too old was not removed: %s", exc)

@@ -54,6 +54,12 @@ def test_a_count_that_is_none_is_refused_by_the_variables_name(monkeypatch, text
         Settings.from_env()
 
 
+def test_a_count_of_too_many_digits_is_refused_by_the_variables_name(monkeypatch):
+    monkeypatch.setenv("TRIDENT_GRAMMAR_STALL_MS", "9" * 400)
+    with pytest.raises(InvalidArgument, match="TRIDENT_GRAMMAR_STALL_MS: must have at most 12 digits, got 400"):
+        Settings.from_env()
+
+
 def test_an_empty_variable_is_an_unset_one(monkeypatch):
     for name in ("TRIDENT_SENDER_THREADS", "TRIDENT_CONTROL_SOCKET", "TRIDENT_STALL_S", "TRIDENT_DRAIN_FILE"):
         monkeypatch.setenv(name, "")

@@ -1,5 +1,6 @@
 """Settings declared once: read from an environment, refused by variable, listed in docs/environment.md."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_the_documented_tables_equal_the_declarations():
     text = (ROOT / "docs" / "environment.md").read_text("utf-8")
     assert "<!-- settings: server.settings:Settings -->" in text
     assert render(text) == text, "run: python -m contract.environment docs/environment.md"
+
+
+def test_every_variable_of_the_source_is_documented():
+    text = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    folders = "benchmarks", "chaos", "clients", "cluster", "contract", "gateway", "python_backends", "server"
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in files for name in re.findall(r'"(TRIDENT_[A-Z_]*[A-Z])"', path.read_text("utf-8"))}
+    assert "TRIDENT_MAX_WAITING" in named and {name for name in named if f"`{name}`" not in text} == set()
 
 
 def test_triton_stubs_do_not_pay_for_pydantic():

@@ -70,6 +70,21 @@ def test_check_reads_settings_and_file(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_BATCH_WEBHOOK_ORIGINS"):
             run("check")
     assert not (tmp_path / "batches").exists()
+    (tmp_path / "prompts" / "a").mkdir(parents=True)
+    for file in ("prompts/a/1.0.0.toml", "junk"):
+        (tmp_path / file).write_text("junk")
+    monkeypatch.setenv("TRIDENT_GATEWAY_SAMPLES", str(tmp_path / "samples"))
+    for name, wrong in (
+        ("TOKENIZER", "junk"),
+        ("PROMPTS", "prompts"),
+        ("SAMPLES_KEYS", "junk"),
+        ("AUDIT_LOG", "no/log"),
+    ):
+        with monkeypatch.context() as setting, pytest.raises(InvalidArgument, match=f"TRIDENT_GATEWAY_{name}: "):
+            setting.setenv(f"TRIDENT_GATEWAY_{name}", str(tmp_path / wrong))
+            run("check")
+    monkeypatch.setenv("TRIDENT_GATEWAY_AUDIT_LOG", str(tmp_path / "log"))
     run("check")
+    assert not (tmp_path / "samples").exists() and not (tmp_path / "log").exists()
     output = capsys.readouterr()
     assert "valid; 0 keys" in output.out and "did you mean TRIDENT_GATEWAY_HTTP_PORT" in output.err

@@ -129,6 +129,8 @@ async def page(tmp_path: Path) -> tuple[set[str], dict[str, list[dict[str, str]]
         assert (await running.post("/v1/completions", {**body, "max_tokens": 0}))[0] == 400
         scaler = Scaler(ScalerSettings(gateways=running.monitoring_url))
         async with aiohttp.ClientSession() as http:
+            async with http.post(f"{running.base_url}/v1/completions", json={**body, "stream": True}) as answer:
+                assert (await answer.text()).endswith("data: [DONE]\n\n")
             await scaler.reader.read(http)
         scaler.step()
         running.service.metrics.registry.register(scaler)

@@ -20,9 +20,15 @@ from contract.errors import EngineFailed, Unavailable
 from server import installation, ports, server_metrics, shared_memory, status, stubs
 from server.admin import fetch
 from server.settings import ROOT
+from server.triton_command import ADMIN_HEADER
 
 REPOSITORY = Path(__file__).parent / "fixtures" / "model_repository"
 pytestmark = pytest.mark.end_to_end
+
+
+def admin_headers(replica):
+    """HTTP headers that unlock Triton's management APIs."""
+    return {ADMIN_HEADER: replica.settings.admin_key}
 
 
 def descendants(pid):
@@ -104,7 +110,7 @@ def test_clients_without_the_key_may_read_and_infer_but_not_unload_or_map_memory
         method = "GET" if path.endswith("status") else "POST"
         with pytest.raises(EngineFailed, match="403"):
             fetch(untouched.http_url + path, method)
-        assert fetch(untouched.http_url + path, method, untouched.admin_headers) or path.endswith("unload")
+        assert fetch(untouched.http_url + path, method, admin_headers(untouched)) or path.endswith("unload")
 
 
 def test_a_killed_streaming_stub_ends_every_stream_at_once_and_the_server_is_ready_again(replica, open_stream):
@@ -169,7 +175,7 @@ def test_a_model_reloaded_by_an_operator_is_no_failure(serve, open_stream, tmp_p
         old = replica.stubs("detokenizer")[0]
         (repository / "detokenizer" / "1" / "model.py").touch()
         load = f"{replica.http_url}/v2/repository/models/detokenizer/load"
-        fetch(load, "POST", replica.admin_headers, timeout_s=60)
+        fetch(load, "POST", admin_headers(replica), timeout_s=60)
         assert gone([old.pid])
         assert wait_until(lambda: len(replica.stubs("detokenizer")) == 1)
         before = responses(replica)

@@ -33,6 +33,7 @@ def test_the_ceiling_is_what_the_money_pays_for():
     assert PoolRules(max_replicas=10, replica_hour=2.5, cost_per_hour=10.0).ceiling == 4
     assert PoolRules(max_replicas=3, replica_hour=2.5, cost_per_hour=10.0).ceiling == 3
     assert PoolRules(max_replicas=10, replica_hour=0.1, cost_per_hour=0.3).ceiling == 3
+    assert PoolRules(max_replicas=10, replica_hour=1e-320, cost_per_hour=1.0).ceiling == 10
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ async def test_hooks_are_replaced_while_the_gateway_runs_and_a_wrong_name_change
         await running.service.configuration.reload()
         assert "hooks.upper.use" in running.service.configuration.problem
         assert await text(running) == " A!"
+        assert "trident_gateway_hook_out{" in await running.metrics_page()
         path.write_text("")
         await running.service.configuration.reload()
         assert await text(running) == " a"
+        assert "trident_gateway_hook_out{" not in await running.metrics_page()

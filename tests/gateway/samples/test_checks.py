@@ -122,6 +122,15 @@ def test_a_window_is_compared_with_those_before_it(clock):
     assert max(scores(drift).values()) < 0.05  # the shift has become the baseline
 
 
+def test_a_model_without_answers_is_forgotten(clock):
+    drift = Drift(CheckRules(window_s=60.0, windows=4, min_answers=40), clock)
+    fill(drift, clock, 100, windows=3)
+    clock.advance(239)
+    assert set(scores(drift)) == set(FEATURES)  # the latest window is one of the last five
+    clock.advance(1.5)
+    assert scores(drift) == {} and not drift._windows
+
+
 def test_models_are_bounded(clock):
     drift = Drift(CheckRules(), clock)
     for number in range(MAX_SERIES + 50):

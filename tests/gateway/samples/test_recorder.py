@@ -301,6 +301,9 @@ async def test_answers_that_drift_are_measured_and_kept(tmp_path, monkeypatch):
             await complete(running)
             await flushed(running)
             assert [sample["reasons"] for sample in kept(tmp_path)] == [["drift"]]
+            samples.change(None, False, ())
+            await until(lambda: not samples._drifted)
+            assert "trident_gateway_quality_drift{" not in await running.metrics_page()
 
 
 @pytest.mark.slow

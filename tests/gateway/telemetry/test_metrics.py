@@ -138,7 +138,8 @@ async def test_the_documents_metrics_are_those_on_the_page():
     pages = {page.name: page.read_text("utf-8") for page in (Path(__file__).resolve().parents[3] / "docs").glob("*.md")}
     documented = set(re.findall(r"^\| `((?:trident|gen_ai)_\w+)` \|", pages["gateway.md"], re.MULTILINE))
     elsewhere = set(re.findall(r"^\| `(trident_gateway_\w+)` \|", "\n".join(pages.values()), re.MULTILINE))
-    async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 1.0") as running:
+    semantic = {"semantic_model": "m", "semantic_url": "http://127.0.0.1:1/v1"}
+    async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 1.0", **semantic) as running:
         page = await running.metrics_page()
     named = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and "_created" not in line}
     assert documented <= named <= documented | elsewhere
