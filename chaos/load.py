@@ -60,6 +60,7 @@ class Outcome:
     ends: messages that end the stream, one by right. late_text: text behind the first of them.
     error: name of the error's class, CUT, LATE, LEFT, or "". message: its text.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
+    reason: why its tokens ended, "" if they did not.
     id: what logs call the request. leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     """
@@ -75,6 +76,7 @@ class Outcome:
     error: str = ""
     message: str = ""
     tokens: tuple[int, int] | None = None
+    reason: str = ""
     id: str = ""
     leaves: int | None = None
     received: int = 0
@@ -170,11 +172,14 @@ class Load:
                 if answer.status != 200:
                     problem = f"storing got {answer.status}" if answer.status not in (429, 503, 504) else ""
                 else:
-                    name = (await answer.json())["id"]
+                    stored = await answer.json()
+                    name = stored["id"]
                     for headers, statuses in ((own, (200, 503)), (other, (404, 503))):
                         async with session.get(f"{url}/{name}", headers=headers) as found:
                             if found.status not in statuses:
                                 problem = f"reading got {found.status}: must be {statuses[0]}"
+                            elif found.status == 200 and (await found.json()).get("output") != stored["output"]:
+                                problem = "reading got another output than storing"
         if problem:
             self.stored.append((time.monotonic(), f"{problem}, at {gateway}"))
 
@@ -209,6 +214,7 @@ class Load:
         for choice in event.get("choices", ()):
             outcome.add(choice["text"], bool(choice["text"]))
             outcome.ends += choice["finish_reason"] is not None
+            outcome.reason = choice["finish_reason"] or outcome.reason
         if event.get("usage"):
             outcome.ends += outcome.tokens is not None
             outcome.tokens = event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
@@ -229,7 +235,8 @@ class Load:
                     outcome.fail(type(error).__name__ if error else "EngineFailed", message)
                 elif delta is not None:
                     outcome.add(delta.text, len(delta.token_ids))
-                    outcome.ends += delta.finish_reason is not None
+                    if delta.finish_reason is not None:
+                        outcome.ends, outcome.reason = outcome.ends + 1, delta.finish_reason.value
                     if delta.finish_reason is FinishReason.ERROR:
                         error = errors.from_text(delta.error)
                         outcome.fail(type(error).__name__ if error else "EngineFailed", delta.error)
@@ -256,11 +263,12 @@ def _of_status(status: int | str | None) -> str:
     return next((name for name, cls in kinds if cls.http_status == status), f"HTTP {status}")
 
 
-async def undisturbed(url: str) -> dict[str, str]:
-    """Return the text of each prompt, asked directly at a replica."""
+async def undisturbed(url: str) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the text that follows each prompt and the prompt's tokens, asked directly at a replica."""
     async with AsyncClient(url) as client:
         streams = [
             client.generate(one.text, max_tokens=one.max_tokens, temperature=0.0, ignore_eos=True) for one in PROMPTS
         ]
         found = await asyncio.gather(*(stream.complete() for stream in streams))
-    return {prompt.text: one.text for prompt, one in zip(PROMPTS, found, strict=True)}
+    pairs = [(prompt.text, one) for prompt, one in zip(PROMPTS, found, strict=True)]
+    return {text: one.text for text, one in pairs}, {text: one.usage.input_tokens for text, one in pairs if one.usage}

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +28,7 @@ SAMPLE_S = 0.25
 # In compressed time its 99th percentile is the latest of 13 timers: two late ones of a busy machine fire it.
 NOT_JUDGED = "TridentEventLoopLate"
 FIRING, UNREAD = 'ALERTS{alertstate="firing"}', 'up{job="trident-gateway"} == 0'
-WARM_S = 2.0
+WARM_S, CLOSING_S = 2.0, 4.0  # of the loads before the first fault and after the last recovery
 LONGEST_STREAM_S = 40.0
 # The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
 SETTLE_S = 25.0
@@ -51,9 +52,9 @@ async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[V
 
 async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     begun_s = time.monotonic()
-    expected = await undisturbed(fleet.replicas["replica-1"].grpc_url)
+    expected, inputs = await undisturbed(fleet.replicas["replica-1"].grpc_url)
     patience_s = max(LONGEST_STREAM_S, 8 * (time.monotonic() - begun_s))  # on a machine that is busy with other things
-    record = Record(expected, LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s))
+    record = Record(expected, LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s), inputs=inputs)
     record.held_s = {name: alerts.held_s(name) for name in invariants.ALERTS}
     await Load(fleet.http, fleet.grpc, dict.fromkeys(KEYS, KEYS["plain"])).run(scenario.seed, WARM_S, scenario.rate)
     before, wall_s = fleet.resources(), time.time()
@@ -64,6 +65,8 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
         doing = [asyncio.create_task(_do(fleet, fault, begun_s, record)) for fault in scenario.faults]
         await asyncio.gather(load.run(scenario.seed, scenario.duration_s, scenario.rate), *doing)
         record.outcomes, record.stored, record.load_ended_s = load.outcomes, load.stored, time.monotonic()
+        await _close(fleet, load, scenario, record)
+        record.settled_s = next((at_s for at_s in record.well_s if at_s >= record.load_ended_s), 0.0)
         pages = await _settle(fleet, record)
     finally:
         for task in watching:
@@ -88,6 +91,17 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
             found.append({name: [(a + shift_s, b + shift_s) for a, b in pairs] for name, pairs in spans})
         record.alerts, record.unread = found
     return record
+
+
+async def _close(fleet: Fleet, load: Load, scenario: Scenario, record: Record) -> None:
+    """When no fault may be felt any more, send more load, until every breaker is closed."""
+    over_s = max((this.ended_s for this in record.happened), default=0.0) + record.recovery_s
+    await asyncio.sleep(over_s - time.monotonic())
+    record.closing_s = time.monotonic()
+    for seed in count(scenario.seed + 1):
+        await load.run(seed, CLOSING_S, scenario.rate)
+        if not invariants.broken(await fleet.read()) or time.monotonic() > record.closing_s + record.recovery_s:
+            return
 
 
 async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> None:
@@ -190,10 +204,9 @@ async def _read_redis(fleet: Fleet, record: Record) -> None:
     from redis.asyncio import Redis
 
     async with Redis.from_url(fleet.redis_url, decode_responses=True) as redis:
-        stored = await redis.hgetall("trident:{metered}:tokens:metered/chaos")
-        if stored:
-            held = float(stored["held"])
-            record.budgets = BUDGET_TOKENS - float(stored["balance"]) - held, held
+        stored = await redis.hgetall("trident:{metered}:tokens:metered/chaos")  # a bucket that is not there is full
+        held, balance = float(stored.get("held", 0)), float(stored.get("balance", BUDGET_TOKENS))
+        record.budgets = BUDGET_TOKENS - balance - held, held
         alive = await redis.zrangebyscore("trident:{caps}:gateways", time.time() * 1000, "+inf")
         for key in [key async for key in redis.scan_iter("trident:{caps}:*", _type="hash")]:
             held_by = await redis.hgetall(key)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from cluster.scaling.law import Decision
 from cluster.scaling.rules import PoolRules
+from contract.errors import Overloaded
 from contract.generation import Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency
 from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level
+from gateway.routing.circuit_breaker import BreakerState
 from gateway.service import Service
+from simulator.replica import Replica
 
 _SLACK = 1e-6
 _ROUNDING = 1e-3  # of balances of up to 10^12
@@ -36,12 +40,32 @@ class Ledger:
         self._beyond = Counter[str]()  # by level: tokens of prompts beyond what the gateway took them for and reserved
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
+        self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
+        # By store and level: what is left of the requests a minute, and since when.
+        self._left: dict[tuple[int, str], tuple[float, float]] = {}
 
     def watch(self, gateways: Iterable[Service]) -> None:
-        """See from now on what settlements take from the buckets."""
+        """See from now on what reservations and settlements take from the buckets."""
         for gateway in gateways:
             if isinstance(store := gateway.budgets, MemoryStore):
                 store.settle = partial(self._settled, store)  # type: ignore[method-assign]
+                store.try_reserve = partial(self._reserved, store)  # type: ignore[method-assign]
+
+    def _reserved(
+        self, store: MemoryStore, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
+    ) -> Reservation:
+        reservation, now_s = MemoryStore.try_reserve(store, levels, tokens, least, micros), store._clock()
+        lacks = any(level.limits.tokens_per_minute or level.limits.quotas for level in levels)
+        for level in levels:
+            if (per_minute := level.limits.requests_per_minute) is not None:
+                most = level.limits.burst_requests or per_minute
+                had, at_s = self._left.get((id(store), level.name), (most, now_s))
+                left = min(most, had + per_minute / 60 * (now_s - at_s))
+                lacks |= left < 1 + _SLACK
+                self._left[id(store), level.name] = left - reservation.granted, now_s
+        if not (reservation.granted or lacks):
+            self.broken("a request was refused within its budgets")
+        return reservation
 
     def _settled(self, store: MemoryStore, reservation: Reservation, used: int, micros: int = 0) -> None:
         before = []
@@ -58,6 +82,23 @@ class Ledger:
     def broken(self, text: str) -> None:
         self.violations[text] += 1
 
+    @contextmanager
+    def asking(self, number: int, gateway: Service, levels: Sequence[Level]) -> Iterator[None]:
+        """Take note of a request to a gateway until it ends, and of a refusal under caps that have room."""
+        self._asking.update(places := [(number, ""), *((number, level.name) for level in levels)])
+        try:
+            yield
+        except Overloaded as error:
+            caps, mosts = gateway._concurrency, {level.name: level.limits.max_in_flight for level in levels}
+            if error.reason == "concurrency" and isinstance(caps, Concurrency) and not caps.class_limits:
+                # Of a limit of the gateway less than half is kept for other pools.
+                mosts[""] = caps.limit // (2 if len(caps.pools) > 1 else 1)
+                if all(most is None or self._asking[number, name] <= most for name, most in mosts.items()):
+                    self.broken("a request was refused under caps that had room")
+            raise
+        finally:
+            self._asking.subtract(places)
+
     def admitted(self, levels: Iterable[Level]) -> None:
         """Take note of a request that the gateway serves, until ``released``."""
         for level in levels:
@@ -72,22 +113,27 @@ class Ledger:
         for level in levels:
             self._under_way[level.name] -= 1
 
-    def answered(self, levels: Iterable[Level], usage: Usage, received: int, due: int) -> None:
-        """Take note of a whole answer. received: tokens that came. due: that the engine makes for this prompt."""
-        if received != due:
+    def answered(self, levels: Iterable[Level], usage: Usage, received: int, due: Usage) -> None:
+        """Take note of a whole answer. received: tokens that came. due: of the prompt, and of what the engine makes."""
+        if received != due.output_tokens:
             self.broken("an answer had more or fewer tokens than the engine made")
-        if usage.output_tokens != received:
+        if (usage.input_tokens, usage.output_tokens) != (due.input_tokens, received):
             self.broken("the usage told other tokens than came")
         for level in levels:
             self._used[level.name] += usage.input_tokens + usage.output_tokens
 
-    def charged(self, reservation: Reservation | None, used: Usage | None, price: ModelPrice | None) -> None:
+    def charged(
+        self, levels: Iterable[Level], reservation: Reservation | None, used: Usage | None, price: ModelPrice | None
+    ) -> None:
         """Compare what a request that ended was charged with what it got. used: None for nothing."""
         tokens = used.input_tokens + used.output_tokens if used is not None else 0
         micros = price.micros(used) if price is not None and used is not None else 0
         self._tokens += tokens
+        own = tuple(f"{level.name} " for level in levels)  # what follows a space is a scope of the level
         for standing in reservation.standings if reservation is not None else ():
-            if (demand := standing.demand).held:
+            if not f"{(demand := standing.demand).level} ".startswith(own):
+                self.broken("a request took from the budget of another level")
+            if demand.held:
                 taken = self._taken.pop((demand.bucket, reservation.id), 0.0)  # type: ignore[union-attr]
                 if demand.limit == "tokens":
                     self._beyond[demand.level] += max(0, tokens - int(demand.amount))
@@ -118,7 +164,7 @@ class Ledger:
         if decision.wanted > rules.ceiling:
             self.broken(f"the law wanted more replicas of {pool!r} than its ceiling")
 
-    def check_end(self, gateways: Sequence[Service]) -> None:
+    def check_end(self, gateways: Sequence[Service], replicas: Iterable[Replica]) -> None:
         """Check what holds when all requests have ended."""
         if self.open:
             self.violations["a request was lost: it never ended"] += self.open
@@ -126,7 +172,11 @@ class Ledger:
             self.broken("a request without an answer was charged, or one twice")
         if sum(gateway.metrics.engine_tokens for gateway in gateways) != self._tokens:
             self.broken("the gateways' metrics count other tokens than were answered")
+        if any(replica.late for replica in replicas):
+            self.broken("a request was sent to a replica that had withdrawn")
         for gateway in gateways:
+            if any(one.breaker.state is BreakerState.HALF_OPEN for one in gateway.replicas.all()):
+                self.broken("a breaker waits for a trial and none is under way")
             for pool in gateway.replicas.pools:
                 if not gateway.admission.slots(pool).idle:
                     self.broken(f"slots or queue of the pool {pool!r} were not given back")

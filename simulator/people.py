@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import zlib
 from dataclasses import dataclass
 from itertools import count
 
@@ -22,6 +23,7 @@ from simulator.replica import Prompt
 from simulator.scenario import Persona
 
 _WORDS = "the quick brown fox jumps over a lazy dog while rain falls on some old grey roof "
+_Timer = asyncio.TimerHandle | None
 HOUR_S = 3600.0
 _IDLE_S = 1.0  # the least pause of a user who was refused or is away: time passes for one who does not think
 
@@ -138,7 +140,8 @@ class People:
         session = ""
         if persona.sessions:
             session = f"{self.name}-{rng.randrange(persona.sessions) if user is None else user}"
-        prompt = Prompt.of(_text(tokens, head), tokens, answer, shared)
+        text = _text(tokens, head)
+        prompt = Prompt.of(text, tokens, answer, shared, zlib.crc32(text.encode()) % 2048 << 20)
         record = Sent(number, at_s, at_s, user=user, nth=number if user is None else nth)
         self.records.append(record)
         request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
@@ -157,8 +160,10 @@ class People:
             timer = self._loop.call_later(persona.patience_s, own.cancel)
         try:
             for attempt in count():
+                number = next(self._turn) % len(self._gateways)
                 try:
-                    await self._attempt(record, request, session, timer, leaves)
+                    with self._ledger.asking(number, self._gateways[number], self._tenants[number].levels):
+                        await self._attempt(number, record, request, session, timer, leaves)
                     break
                 except TridentError as error:
                     wait_s, left_s = error.retry_after_s, self._until_s - self._loop.time()
@@ -178,11 +183,9 @@ class People:
         return record
 
     async def _attempt(
-        self, record: Record, request: GenerationRequest, session: str, timer: asyncio.TimerHandle | None, leaves: int
+        self, number: int, record: Record, request: GenerationRequest, session: str, timer: _Timer, leaves: int
     ) -> None:
-        persona, ledger = self._persona, self._ledger
-        number = next(self._turn) % len(self._gateways)
-        service = self._gateways[number]
+        persona, ledger, service = self._persona, self._ledger, self._gateways[number]
         if persona.network_s:
             await asyncio.sleep(persona.network_s)
         carrier = {"x-trident-class": persona.request_class} if persona.request_class else {}
@@ -200,7 +203,7 @@ class People:
                 if record.finish_reason:
                     ledger.broken("an answer went on after its end")
                 ids = delta.token_ids
-                if ids and (ids[0] != received or len(ids) != ids[-1] - ids[0] + 1):
+                if ids != tuple(range(prompt.base + received, prompt.base + received + len(ids))):
                     ledger.broken("a token was lost or came twice")
                 if ids:
                     received += len(ids)
@@ -211,6 +214,8 @@ class People:
                         raise asyncio.CancelledError
                 if delta.finish_reason:
                     record.finish_reason, usage, record.timings = delta.finish_reason.value, delta.usage, delta.timings
+            if usage is None:
+                ledger.broken("an answer had no end, or none with a usage")
         except (TridentError, asyncio.CancelledError) as error:
             failed = error
             raise
@@ -220,12 +225,15 @@ class People:
             generation, used = choices.generations[0], None
             if usage is not None:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
-                due = min(prompt.answer, generation.request.max_tokens)
+                most = generation.request.max_tokens
+                if (record.finish_reason == "length") != (prompt.answer >= most):
+                    ledger.broken("an answer ended for another reason than the engine's")
+                due = Usage(prompt.tokens, min(prompt.answer, most))
                 ledger.answered(context.tenant.levels, usage, received, due)
                 cached = (generation.usage or usage).cached_tokens  # which callers may not be told
                 used = Usage(prompt.tokens, received, cached)
             elif received:  # it was cut off: the prompt is charged as it was counted or estimated
                 used = Usage(generation.prompt_count.likely if generation.prompt_count else 0, received)
-            ledger.charged(choices.reservation, used, context.model.price)
+            ledger.charged(context.tenant.levels, choices.reservation, used, context.model.price)
         if persona.network_s:
             await asyncio.sleep(persona.network_s)

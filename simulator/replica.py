@@ -30,16 +30,17 @@ Message = tuple[TokenDelta, bool, str]
 
 class Prompt(str):
     """A prompt that tells the model of the engine what it cannot know from a text: its own tokens, how many tokens its
-    answer has, and the key of what it shares with other prompts and how many tokens that are."""
+    answer has, the key of what it shares with other prompts and how many tokens that are, and the answer's first id."""
 
     tokens: int
     answer: int
     prefix: tuple[str, int]
+    base: int
 
     @classmethod
-    def of(cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0)) -> Prompt:
+    def of(cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0), base: int = 0) -> Prompt:
         prompt = cls(text)
-        prompt.tokens, prompt.answer, prompt.prefix = tokens, answer, prefix
+        prompt.tokens, prompt.answer, prompt.prefix, prompt.base = tokens, answer, prefix, base
         return prompt
 
 
@@ -74,6 +75,7 @@ class Replica:
 
     held: numbers of the faults that keep it dead or hung. left_s: of its start, after these.
     delay_s: of the network, each way. blind: outages of its metrics that last.
+    late: requests of people that were sent to it after it had withdrawn.
     """
 
     def __init__(self, pool: str, number: int, make_engine: Callable[[], Engine], ready_s: float) -> None:
@@ -85,7 +87,7 @@ class Replica:
         self.held: set[int] = set()
         self.left_s = 0.0
         self.delay_s = 0.0
-        self.blind = 0
+        self.blind = self.late = 0
         self.calls: dict[Call, None] = {}
 
     def registration(self, now_s: float) -> Registration:
@@ -163,6 +165,10 @@ class Call:
         self._reader: asyncio.Future[None] | None = None
         prompt = self.prompt if isinstance(self.prompt, Prompt) else Prompt.of("", 1, 1)
         self._prompt, made, most = prompt, len(sent.request.continue_ids), sent.request.max_tokens
+        replica.late += replica.state == "draining" and prompt is self.prompt
+        # After other ids than it made an engine makes other ones.
+        goes_on = sent.request.continue_ids == tuple(range(prompt.base, prompt.base + made))
+        self._base = prompt.base if goes_on else -(1 << 20)
         answer = max(1, min(prompt.answer, most) - made)
         self._sequence = Sequence(
             prompt.tokens + made, most - made, answer, self._tell, sent.priority, made, prompt.prefix
@@ -224,7 +230,7 @@ class Call:
             self._replica.engine.submit(self._sequence, self._loop.time())
 
     def _tell(self, sequence: Sequence, tokens: int, end: bool) -> None:
-        first = sequence.first_id + sequence.sent - tokens
+        first = self._base + sequence.first_id + sequence.sent - tokens
         ids = tuple(range(first, first + tokens))
         if not end:
             self._after(self._arrive, (TokenDelta(token_ids=ids), False, ""))

@@ -165,7 +165,7 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     for gateway in gateways:
         await gateway.shadow.close()  # copies may take longer than any request
     await asyncio.sleep(1.0)  # the last settlements
-    ledger.check_end(gateways)
+    ledger.check_end(gateways, replicas.hosts.values())
     for one in people.values():
         tasks += one.tasks  # lost
     for task in tasks:

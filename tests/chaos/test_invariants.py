@@ -17,12 +17,13 @@ WELL = {"gateway-1": parse("trident_gateway_in_flight 0"), "gateway-2": parse("t
 
 def outcome(prompt=PLAIN, **changes) -> Outcome:
     whole = Outcome(prompt, "http", "gateway-1", 5.0, 6.0, EXPECTED[prompt.text], 1, tokens=(3, prompt.max_tokens))
-    return dataclasses.replace(whole, **changes)
+    return dataclasses.replace(whole, **{"reason": "length", **changes})
 
 
 def record(*outcomes: Outcome, faults=(), **changes) -> Record:
     happened = [Happened(Fault(at, kind, target), at, at) for at, kind, target in faults]
     base = Record(EXPECTED, 2, outcomes=outcomes, happened=happened, samples=[(9.0, WELL)], load_ended_s=8, settled_s=9)
+    base.inputs = dict.fromkeys(EXPECTED, 3)
     return dataclasses.replace(base, **{"held_s": {"TridentReplicaOut": 2.0, "TridentGatewayDown": 2.0}, **changes})
 
 
@@ -41,6 +42,10 @@ def test_a_run_without_a_fault_violates_nothing():
         ({"ends": 2}, "ends"),
         ({"ends": 0}, "ends"),
         ({"late_text": "more"}, "ends"),
+        ({"reason": "stop"}, "ends"),
+        ({"tokens": None}, "budgets"),
+        ({"tokens": (3, PLAIN.max_tokens - 1)}, "budgets"),
+        ({"tokens": (0, PLAIN.max_tokens)}, "budgets"),
         ({"text": EXPECTED[PLAIN.text].replace("text", "txt")}, "bytes"),
         ({"text": EXPECTED[PLAIN.text] + "n"}, "bytes"),
         ({"text": EXPECTED[METERED.text]}, "isolation"),
@@ -75,7 +80,8 @@ def test_a_lost_token_is_no_other_tenants_text_where_texts_are_alike():
         ("Unavailable", METERED, [(4.0, "stop.redis", "redis")], True),
         ("Unavailable", PLAIN, [(4.0, "stop.redis", "redis")], False),
         ("DeadlineExceeded", PLAIN, [(4.0, "stop.engine", "replica-1")], True),
-        ("Overloaded", CAPPED, [], True),
+        ("Overloaded", CAPPED, [], False),
+        ("Overloaded", CAPPED, [(4.0, "fail.redis.away", "gateway-1")], True),
         ("Overloaded", PLAIN, [], False),
         ("EngineFailed", PLAIN, [(90.0, "kill.engine", "replica-1"), (90.0, "kill.engine", "replica-2")], False),
     ],
@@ -83,6 +89,22 @@ def test_a_lost_token_is_no_other_tenants_text_where_texts_are_alike():
 def test_which_fault_explains_which_error(error: str, tenant, faults: list, is_allowed: bool):
     one = outcome(tenant, error=error, text="", ends=int(error != CUT), tokens=None)
     assert ("errors" in violated(record(one, faults=faults))) is not is_allowed
+
+
+@pytest.mark.parametrize(
+    ("others", "is_allowed"),
+    [
+        ([outcome(CAPPED)], True),
+        ([outcome(CAPPED, ended_s=2.4, sent_s=1.0)], False),
+        ([outcome(CAPPED, sent_s=6.1)], False),
+        ([outcome(METERED)], False),
+        ([outcome(CAPPED, ended_s=2.4, sent_s=1.0)] * 40, True),  # its requests are used
+        ([outcome(CAPPED, error="Overloaded", text="", tokens=None)] * 40, False),
+    ],
+)
+def test_capped_is_refused_beside_another_of_its_requests_or_after_the_last_one(others: list, is_allowed: bool):
+    refused = outcome(CAPPED, error="Overloaded", text="", tokens=None)
+    assert ("errors" in violated(record(refused, *others, admitted=40))) is not is_allowed
 
 
 def test_a_stopped_gateway_breaks_no_stream_that_has_begun():
@@ -185,6 +207,13 @@ def test_recovery_is_bounded():
     assert "recovery" in violated(record(*dead, dataclasses.replace(dead[0], sent_s=12.5, ended_s=12.6), faults=kill))
     assert violated(record(*[outcome(sent_s=99.0, ended_s=99.5)] * 3, load_ended_s=99.0, settled_s=100.0)) == set()
     assert violated(record(settled_s=0.0)) == {"recovery"}
+    last = outcome(sent_s=12.5, ended_s=12.6)  # of the load that comes when no fault may be felt
+    assert violated(record(*dead[:6], last, faults=kill, load_ended_s=8.0, closing_s=12.4)) == set()
+    unserved = dataclasses.replace(dead[0], sent_s=12.5, ended_s=12.6)
+    assert violated(record(*dead[:6], unserved, faults=kill, closing_s=12.4)) == {"errors"}
+    half_open = WELL | {"gateway-1": parse('trident_gateway_breaker_state{replica="a"} 1')}
+    assert violated(record(samples=[(4.0, half_open), (9.0, WELL)])) == set()
+    assert violated(record(samples=[(4.0, WELL), (9.0, half_open)])) == {"recovery"}
     assert violated(record(settled_s=19.0)) == {"recovery"}
 
 
@@ -240,6 +269,9 @@ def test_a_fault_that_could_not_be_done_is_named(faults: list, is_named: bool):
 def test_fewer_replicas_than_the_floor_are_named():
     low = WELL | {"scaler": parse('trident_scaler_wanted{pool=""} 1')}
     assert violated(record(samples=[(4.0, low), (9.0, WELL)])) == {"floor"}
+    assert violated(record(samples=[(9.0, WELL | {"scaler": parse("trident_scaler_other 2")})])) == {"floor"}
+    told = WELL | {"scaler": parse('trident_scaler_wanted{pool=""} 2')}
+    assert violated(record(samples=[(9.0, told)])) == set()
 
 
 def test_alerts_fire_and_clear():

@@ -49,7 +49,7 @@ def test_no_two_tenants_share_a_prompt():
 async def test_an_event_stream_is_read_to_its_last_byte(body: bytes, error: str, ends: int, text: str, late_text: str):
     [outcome] = await sent_to(lambda: web.Response(body=body))
     assert (outcome.error, outcome.ends, outcome.text, outcome.late_text) == (error, ends, text, late_text)
-    assert outcome.tokens == ((3, 2) if END in body else None)
+    assert (outcome.tokens, outcome.reason) == (((3, 2), "length") if END in body else (None, ""))
 
 
 @pytest.mark.parametrize(("leaves", "text"), [(1, "a"), (0, "")])
@@ -112,15 +112,21 @@ async def serving(application: web.Application) -> AsyncIterator[Load]:
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "problem"),
-    [(200, 404, ""), (200, 200, "reading got 200: must be 404"), (404, 404, "reading got 404: must be 200")],
+    ("own", "other", "output", "problem"),
+    [
+        (200, 404, "x", ""),
+        (200, 200, "x", "reading got 200: must be 404"),
+        (404, 404, "x", "reading got 404: must be 200"),
+        (200, 404, "y", "reading got another output than storing"),
+    ],
 )
-async def test_who_can_read_a_stored_response_is_found_out(own: int, other: int, problem: str):
+async def test_who_can_read_a_stored_response_is_found_out(own: int, other: int, output: str, problem: str):
     async def post(request: web.Request) -> web.Response:
-        return web.json_response({"id": "resp_1"})
+        return web.json_response({"id": "resp_1", "output": "x"})
 
     async def get(request: web.Request) -> web.Response:
-        return web.Response(status=own if "plain" in request.headers["authorization"] else other)
+        status = own if "plain" in request.headers["authorization"] else other
+        return web.json_response({"id": "resp_1", "output": output}, status=status)
 
     application = web.Application()
     application.router.add_post("/v1/responses", post)

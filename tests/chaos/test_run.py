@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import psutil
 import pytest
 
 from chaos import run
-from chaos.fleet import Fleet
+from chaos.fleet import BUDGET_TOKENS, Fleet
 from chaos.invariants import Record
 from chaos.load import LEFT, PROMPTS, Outcome
 from chaos.scenario import Fault
+from server import ports
 
 
 def test_a_process_that_is_gone_gets_no_signal():
@@ -77,7 +79,7 @@ async def _until(holds: Callable[[], bool]) -> None:
 STOPPED = """
 import signal, sys
 from chaos import __main__, run
-from chaos.fleet import Fleet
+from chaos.fleet import BUDGET_TOKENS, Fleet
 async def start(fleet):
     fleet._add("gateway-2", ["sleep", "600"])
 async def observed(fleet, scenario):
@@ -101,6 +103,28 @@ def test_sigterm_closes_the_fleet(tmp_path, times: int):
     chaos.communicate(timeout=60)
     assert chaos.returncode == 143
     assert not process.is_running()
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="redis-server is not on PATH")
+async def test_a_budget_that_redis_does_not_know_is_whole(tmp_path):
+    from redis.asyncio import Redis
+
+    [port] = ports.free(1)
+    fleet, record = Fleet(tmp_path), Record({}, 0)
+    fleet._add("redis", ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path)])
+    try:
+        await _until(lambda: b"Ready to accept" in (tmp_path / "redis.log").read_bytes())
+        fleet.redis_url = f"redis://127.0.0.1:{port}/0"
+        await run._read_redis(fleet, record)
+        assert record.budgets == (0.0, 0.0)
+        async with Redis.from_url(fleet.redis_url) as redis:
+            await redis.hset(
+                "trident:{metered}:tokens:metered/chaos", mapping={"balance": BUDGET_TOKENS - 9, "held": 2}
+            )
+        await run._read_redis(fleet, record)
+        assert record.budgets == (7.0, 2.0)
+    finally:
+        await fleet.close()
 
 
 def test_what_callers_that_left_had_used_is_in_the_gateways_logs(tmp_path):

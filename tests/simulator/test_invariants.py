@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import grpc
 import pytest
 
 from clients.wire.response_reader import ResponseReader
 from cluster.scaling import law
-from gateway.admission import concurrency
+from contract.generation import FinishReason
+from gateway.admission import budget_store, concurrency
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Bucket
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.choices import Choices
 from gateway.continuation import Continuation
+from gateway.generation import Generation
+from gateway.routing.circuit_breaker import Breaker, BreakerState
+from gateway.routing.replicas import Replicas
 from gateway.telemetry.metrics import Metrics
 from simulator import fleet
 from simulator.replica import Call
@@ -68,6 +73,64 @@ def test_an_engine_that_works_on_when_its_caller_has_left_is_found(monkeypatch):
     assert found["engines worked on more requests than were under way"] > 2
 
 
+@pytest.mark.parametrize(
+    ("change", "violation"),
+    [
+        (lambda ids: {"token_ids": ids[:1] + ids[-2:0:-1] + ids[-1:]}, "a token was lost or came twice"),
+        (lambda ids: {"token_ids": ids[:1] + ids[:1] + ids[2:]}, "a token was lost or came twice"),
+        (lambda _: {"usage": None}, "an answer had no end, or none with a usage"),
+        (lambda _: {"finish_reason": FinishReason.STOP}, "an answer ended for another reason than the engine's"),
+    ],
+    ids=["in another order", "lost and doubled", "no usage", "other reason"],
+)
+def test_a_wrong_last_message_is_found(monkeypatch, change, violation):
+    real = ResponseReader.read
+
+    def read(reader, data):
+        delta = real(reader, data)
+        last = delta is not None and delta.finish_reason and len(delta.token_ids) > 3
+        return dataclasses.replace(delta, **change(delta.token_ids)) if last else delta
+
+    monkeypatch.setattr(ResponseReader, "read", read)
+    assert violation in simulated().violations
+
+
+def test_an_answer_that_stops_without_an_end_is_found(monkeypatch):
+    real = Generation.__anext__
+
+    async def stopping(self):
+        if self.tokens >= 10:
+            raise StopAsyncIteration
+        return await real(self)
+
+    monkeypatch.setattr(Generation, "__anext__", stopping)
+    assert "an answer had no end, or none with a usage" in simulated().violations
+
+
+def test_a_usage_with_other_prompt_tokens_is_found(monkeypatch):
+    real = Generation._shown_end
+
+    def shown(self, delta):
+        delta = real(self, delta)
+        return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, input_tokens=1))
+
+    monkeypatch.setattr(Generation, "_shown_end", shown)
+    assert "the usage told other tokens than came" in simulated().violations
+
+
+def test_messages_of_another_stream_are_found(monkeypatch):
+    real = Call._arrive
+
+    def arrive(self, message):
+        alike = (one for one in self._replica.calls if one._sequence.sent == self._sequence.sent and not one._ended)
+        real(next((one for one in alike if hasattr(one.prompt, "base") and not message[1]), self), message)
+
+    monkeypatch.setattr(Call, "_arrive", arrive)
+    busy = CHAT | {"arrivals": "poisson:20", "output": "60"}
+    found = simulated(pools={"main": POOL | {"send_s": 0.1, "step": {"step_s": 0.05}}}, personas={"chat": busy})
+    assert "a token was lost or came twice" in found.violations
+
+
 @pytest.mark.parametrize("change", [lambda ids: ids[1:], lambda ids: ids + ids[-1:]], ids=["lost", "doubled"])
 def test_a_lost_or_doubled_token_is_found(monkeypatch, change):
     real, calls = ResponseReader.read, iter(range(1_000_000))
@@ -87,6 +150,49 @@ def test_a_token_that_comes_twice_after_a_replicas_death_is_found(monkeypatch):
     long = CHAT | {"output": "200"}
     result = simulated(pools={"main": POOL | {"replicas": 2}}, personas={"chat": long}, faults=[fault])
     assert result.violations["a token was lost or came twice"] >= 1
+
+
+def test_an_answer_that_goes_on_from_other_ids_is_found(monkeypatch):
+    real = Continuation.ids
+    monkeypatch.setattr(Continuation, "ids", lambda state, request: real(state, request)[::-1])
+    fault = {"kind": "kill", "pool": "main", "replica": 0, "at_s": 5.0}
+    long = CHAT | {"output": "200"}
+    result = simulated(pools={"main": POOL | {"replicas": 2}}, personas={"chat": long}, faults=[fault])
+    assert result.violations["a token was lost or came twice"] >= 1
+
+
+def test_a_breaker_that_never_ends_its_trial_is_found(monkeypatch):
+    submit, after = Call._submit, Breaker.after
+
+    def failing(call):
+        if 1005 < call._loop.time() < 1008 and call._replica.host.endswith(".1") and hasattr(call.prompt, "base"):
+            call.fail(grpc.StatusCode.INTERNAL, "engine failed")
+        else:
+            submit(call)
+
+    monkeypatch.setattr(Call, "_submit", failing)
+    pools, gateway = {"main": POOL | {"replicas": 2}}, {"settings": {"breaker_open_s": "1", "breaker_failures": "2"}}
+    assert not simulated(pools=pools, gateway=gateway).violations
+
+    half_open = BreakerState.HALF_OPEN
+    ended = lambda one, *given: one if one.state is half_open else after(one, *given)  # noqa: E731
+    monkeypatch.setattr(Breaker, "after", ended)
+    monkeypatch.setattr(Breaker, "began", lambda one, *_: one)
+    found = simulated(pools=pools, gateway=gateway).violations
+    assert found == {"a breaker waits for a trial and none is under way": 1}
+
+
+def test_requests_to_a_replica_that_has_withdrawn_are_found(monkeypatch):
+    table = {
+        "pools": {"main": POOL | {"replicas": 4}},
+        "duration_s": 60.0,
+        "personas": {"chat": CHAT | {"output": "300"}},
+    }
+    table["scaling"] = {"pools": {"main": {"min_replicas": 1, "down_cooldown_s": 5.0}}}
+    honest = simulated(**table)
+    assert honest.decisions and not honest.violations
+    monkeypatch.setattr(Replicas, "_left", lambda *_: None)
+    assert "a request was sent to a replica that had withdrawn" in simulated(**table).violations
 
 
 def test_a_request_without_an_end_is_found(monkeypatch):
@@ -135,6 +241,48 @@ def test_an_ignored_cap_is_found(monkeypatch, tmp_path: Path):
 
     monkeypatch.setattr(concurrency, "caps", lambda *_: {})
     assert simulated(folder=tmp_path, **table).violations["acme had more requests under way than max_in_flight"] >= 1
+
+
+PAIR = """
+salt = "9f3c0d5e2a71b8446c1fd0a3e97b5a28"
+[orgs.acme]
+LIMIT = 3
+[orgs.beta]
+LIMIT = 60
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "plant", "violation"),
+    [
+        (
+            "max_in_flight",
+            lambda real: lambda *given: {"all": max(filter(None, real(*given).values()))},
+            "a request was refused under caps that had room",
+        ),
+        (
+            "requests_per_minute",
+            lambda real: lambda *given: tuple(dataclasses.replace(one, rate_per_s=1e-9) for one in real(*given)),
+            "a request was refused within its budgets",
+        ),
+        (
+            "requests_per_minute",
+            lambda real: lambda *given: tuple(dataclasses.replace(one, bucket="requests:all") for one in real(*given)),
+            "a request took from the budget of another level",
+        ),
+    ],
+    ids=["cap of all", "never refilled", "budget of all"],
+)
+def test_a_limit_that_is_too_strict_is_found(monkeypatch, tmp_path: Path, limit, plant, violation):
+    (tmp_path / "gateway.toml").write_text(PAIR.replace("LIMIT", limit))
+    people = {org: CHAT | {"key": f"{org}/web/site", "output": "100"} for org in ("acme", "beta")}
+    table = {"gateway": {"policy": "gateway.toml"}, "personas": people, "duration_s": 60.0}
+    honest = simulated(folder=tmp_path, **table)
+    assert sum(honest.counts[f"refused: {one}"] for one in ("budget", "concurrency")) > 5 and not honest.violations
+
+    owner, name = (concurrency, "caps") if limit == "max_in_flight" else (budget_store, "demands")
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    assert violation in simulated(folder=tmp_path, **table).violations
 
 
 def doubling(real, number: int):
