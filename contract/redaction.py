@@ -17,13 +17,15 @@ def _has_card(text: str) -> bool:
 
 
 _H = "[0-9A-Fa-f]{1,4}"
+_T = "[A-Za-z0-9_-]"
 # In this order: what an earlier one has replaced is not seen by a later one.
 PATTERNS: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
         "PRIVATE_KEY": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
         "SECRET": r"\b(?:(?:sk|tri|ghp|gho|github_pat|glpat|xox[abp]|pk|rk)[-_][A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}\b"
-        r"|eyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]+|[Bb]earer [A-Za-z0-9._~+/-]{16,}=*)",
+        # Behind a hyphen the length is bounded: "eyJ-eyJ-…" is read again from each beginning.
+        rf"|(?:(?<!-)eyJ{_T}{{4,}}|eyJ{_T}{{4,200}})\.{_T}{{4,}}\.{_T}+|[Bb]earer [A-Za-z0-9._~+/-]{{16,}}=*)",
         "CREDENTIALS": r"(?<=://)[^\s/:@]{1,128}:[^\s/@]{1,128}(?=@)",
         "EMAIL": r"[\w.%+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}",
         "IBAN": r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b",

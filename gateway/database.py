@@ -32,6 +32,7 @@ class Database:
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(0o600)  # prompts are in it; SQLite gives its other files the same mode
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False
             )

@@ -18,7 +18,7 @@ from clients.wire.connection import new_request_id
 from clients.wire.encoder_call import Encoded, Rows
 from contract.encoder import MAX_ROWS
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded, TridentError, Unavailable
-from contract.generation import GenerationRequest, Usage
+from contract.generation import INT32_MAX, GenerationRequest, Usage
 from gateway.admission.fair_admission import FairAdmission
 from gateway.admission.prompt_tokens import MOST_COUNTED, PromptCount, PromptTokens
 from gateway.config.settings import Settings
@@ -32,7 +32,7 @@ from gateway.telemetry.tracing import PROVIDER, Tracing, end_span, traceparent
 
 MOST_CALL_BYTES = 4 * 1024 * 1024
 _MOST_ATTEMPTS = 4  # replicas that one call may go to
-_ROW = re.compile(r"(\w+)\[(\d+)\]")
+_ROW = re.compile(r"\[(\d+)\]$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Encoding:
         try:
             with self._live.admitting:
                 count = await self._count(rows, key)
-                tokens_needed, charge = (count.tokens, count.least), context.charge()
+                most = _kept(rows) * (len(rows.texts) + len(rows.pairs) + len(rows.ids))
+                tokens_needed, charge = (min(count.tokens, most), count.least), context.charge()
                 permit = await self._admission.admit_input(*tokens_needed, context.tenant, pool, timeout_s, charge)
                 try:
                     left_s = timeout_s - (time.monotonic() - began_s)
@@ -97,7 +98,7 @@ class Encoding:
                         cost = context.model.cost(usage)
                         self._metrics.used(context.tenant.name, usage, model=context.model.name, cost=cost)
                         more = request_log.cost_fields(context, context.charge().micros(usage))
-            if not count.exact:
+            if not count.exact and rows.truncate is None:
                 self._prompt_tokens.learn(key, count, tokens)
             return EncodedRows(_array(done), tokens, dict(permit.headers))
         except BaseException as exc:
@@ -125,7 +126,7 @@ class Encoding:
     async def _count(self, rows: Rows, key: str) -> PromptCount:
         """Return the tokens of the rows, estimated from their bytes; ids are counted."""
         if rows.ids:
-            tokens = sum(map(len, rows.ids))
+            tokens = sum(min(len(row), _kept(rows)) for row in rows.ids)
             return PromptCount(tokens, tokens, tokens, 0.0, True)
         query = rows.texts[0] if rows.pairs and len(set(rows.texts)) == 1 else None
         count = await self._estimated(rows.pairs if query is not None else (*rows.texts, *rows.pairs), key)
@@ -166,7 +167,7 @@ class Encoding:
             tried |= {replica.url}
             try:
                 return await self._sent(replica, call, min(left_s, self._settings.idle_timeout_s), parent)
-            except (Unavailable, Overloaded) as exc:
+            except (Unavailable, Overloaded, DeadlineExceeded) as exc:
                 if len(tried) == _MOST_ATTEMPTS or not self._replicas.has_untried(pool, tried):
                     raise from_backend(exc) from exc.__cause__
             except TridentError as exc:
@@ -203,9 +204,11 @@ def _array(parts: list[Encoded]) -> np.ndarray:
     return np.concatenate([np.frombuffer(part.values, "<f4").reshape(-1, part.dimensions) for part in parts])
 
 
+def _kept(rows: Rows) -> int:
+    """Return how many tokens of a text are kept at most, as far as that is known here."""
+    return rows.truncate if rows.truncate is not None and rows.truncate > 0 else INT32_MAX
+
+
 def _of_row(error: InvalidArgument, first: int) -> InvalidArgument:
     """Return the error of a row of a batch as one of the whole request. first: the batch's first row."""
-    match = _ROW.fullmatch(error.field)
-    if match is None:
-        return error
-    return type(error)(f"{match[1]}[{first + int(match[2])}]", error.problem)
+    return type(error)(_ROW.sub(lambda row: f"[{first + int(row[1])}]", error.field), error.problem)

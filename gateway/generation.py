@@ -25,7 +25,7 @@ from contract.errors import (
 )
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import continuation
-from gateway.admission.degradation import overflow_note
+from gateway.admission.degradation import Stage, overflow_note
 from gateway.admission.engine_priority import engine_priority
 from gateway.admission.fair_admission import Permit, Turn
 from gateway.admission.prompt_tokens import PromptCount
@@ -163,7 +163,8 @@ class Generation:
                 raise self._cut_error or self._continuation.error or from_backend(ended) from None
             except TridentError as exc:
                 error = self._shown(exc)
-                if not (await self._retry_elsewhere(error) or await self._continue(error)):
+                counted = exc is self.deferred_error  # when the text in front of it came
+                if counted or not (await self._retry_elsewhere(error) or await self._continue(error)):
                     raise self._first_loss(error) from exc.__cause__
                 self._stream = None
                 continue
@@ -249,12 +250,12 @@ class Generation:
             raise self._cut_error or Cancelled(LEFT)
         self._earlier_attempts = self._attempts
         self._tried.add(target)
-        fallback.moved(target)
         request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
         end_span(self._replica_span, error)
         self._replica_span = self._route = None
         self.target = target
         if target:
+            fallback.degraded[Stage.OVERFLOW.value] += 1
             self._permit.headers["x-trident-degraded"] = overflow_note(target)
         elif self._permit.headers.get("x-trident-degraded", "").startswith("overflow="):
             del self._permit.headers["x-trident-degraded"]
@@ -318,7 +319,7 @@ class Generation:
     @property
     def upstream(self) -> Upstream | None:
         """The upstream that serves the request; None if replicas do."""
-        return self._runtime.fallback.upstream(self.target) if self.target else None
+        return self._runtime.fallback.overflow.upstream(self.target) if self.target else None
 
     @property
     def remaining_s(self) -> float:

@@ -72,7 +72,11 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
     stored = stored_keys(settings, configuration, state)
     if stored is None:
         raise InvalidArgument(variable("key_store"), "must be set, or --gateway be given")
-    who = Principal("operator", f"command line of {getpass.getuser()}")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a uid without an entry in passwd, as in a container
+        user = f"uid {os.getuid()}"
+    who = Principal("operator", f"command line of {user}")
     try:
         if fields is None:
             return {"keys": await keys.listed(stored, who)}
@@ -82,7 +86,8 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
             answer = await keys.create(stored, who, validated(keys.NewKey, data))
         else:
             answer = await keys.change(stored, who, arguments.name, validated(keys.KeyChange, data))
-        await audit.write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok")
+        after = {name: value for name, value in fields.items() if name not in ("name", "action")}
+        await audit.write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok", after=after)
         return answer
     finally:
         await stored.close()

@@ -15,7 +15,7 @@ STOPPING = "the gateway is stopping"
 
 
 class LiveGeneration(Watched, Protocol):
-    """A generation in flight."""
+    """A generation in flight, or a reader of one."""
 
     def cut(self, error: TridentError) -> None:
         """End it with ``error``."""

@@ -34,6 +34,14 @@ _COLUMNS = (
 )
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        """Return None: a further request would send the operators' token to another host."""
+
+
+_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))  # a proxy would get the token too
+
+
 def add(commands: Any) -> None:
     """Add the command and its actions to a parser's subcommands."""
     release = commands.add_parser(
@@ -60,7 +68,9 @@ def add(commands: Any) -> None:
     start.add_argument("--kind", choices=("canary", "blue_green", "shadow"), help="canary by default")
     start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
     start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
-    start.add_argument("--weight", type=float, metavar="PERCENT", help="that the candidate gets; 0 by default")
+    start.add_argument(
+        "--weight", type=float, metavar="PERCENT", help="that the candidate gets; by default 0, or its last"
+    )
     start.add_argument("--gate", metavar="FILE", help="of `python -m evals gate --out`, which must say pass above 5 %%")
     start.add_argument("--candidate-sha256", metavar="SHA256", help="of the manifest that the gate must be of")
     automatic, text = argparse.BooleanOptionalAction, "whether it is rolled back by itself; it is by default"
@@ -164,7 +174,7 @@ def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
     data = None if fields is None else json.dumps(fields).encode()
     request = urllib.request.Request(url.rstrip("/") + urllib.parse.quote(path), data, headers)  # noqa: S310
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+        with _DIRECT.open(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as refused:
         with refused:

@@ -49,7 +49,8 @@ class Releases:
     def change(self, rules: Mapping[str, ReleaseRules]) -> None:
         """Take over the rules of the file. A release that was rolled back here stays so until it is started again."""
         for name, new in rules.items():
-            if name in self._rules and self._rules[name].started != new.started:  # a new start is judged afresh
+            known = self._rules.get(name)
+            if known is None or known.started != new.started:  # a new start is judged afresh
                 self._outcomes.forget(new.candidate)
         self._rules = rules
         self._stopped = {
@@ -65,14 +66,19 @@ class Releases:
             for name, rules in self._rules.items()
         }
 
-    def roll_back(self, name: str, reason: str) -> None:
-        """Roll back one release in this gateway, now. Nothing happens to one that was rolled back."""
+    def stop(self, name: str, reason: str) -> ReleaseRules | None:
+        """Roll back one release in this process and return its rules; None for one that was rolled back."""
         rules = self.current.get(name)
         if rules is None or rules.rolled_back:
-            return
+            return None
         self._stopped[name] = (rules.started, reason)
-        _LOG.error("release %s: rolled back from %g %% of %s: %s", name, rules.weight, rules.candidate, reason)
-        self._rolled_back(name, reason)
+        return rules
+
+    def roll_back(self, name: str, reason: str) -> None:
+        """Roll back one release in this gateway, now. Nothing happens to one that was rolled back."""
+        if rules := self.stop(name, reason):
+            _LOG.error("release %s: rolled back from %g %% of %s: %s", name, rules.weight, rules.candidate, reason)
+            self._rolled_back(name, reason)
 
     def check(self, now_s: float) -> None:
         """Judge every running candidate, at most once in PERIOD_S."""
@@ -84,7 +90,8 @@ class Releases:
         for name, rules in self.current.items():
             watched, rollback = self._watched[name], rules.rollback
             stable = self._outcomes.window(rules.stable, rollback.long_s)
-            if stable.requests >= LEAST_STABLE:
+            # Without recent requests the window only shrinks: the traffic has moved.
+            if stable.requests >= LEAST_STABLE and self._outcomes.window(rules.stable, rollback.short_s).requests:
                 watched.baseline = stable
             if not rules.share:
                 continue

@@ -10,7 +10,10 @@ import time
 from typing import Any
 
 from contract.errors import InvalidArgument
+from gateway.config import pools
+from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, variable
+from gateway.config.tenant import Tenant
 from gateway.samples import store
 from gateway.samples.store import SampleStore
 
@@ -53,7 +56,12 @@ def export(arguments: argparse.Namespace) -> None:
 
 def delete(arguments: argparse.Namespace) -> None:
     """Delete the samples of a tenant, those of requests under way included."""
-    print(f"{arguments.tenant}: {_store().delete(arguments.tenant)} bytes deleted")
+
+    def member(org: str, team: str, key: str) -> Tenant | None:  # reads the file only where it is needed
+        settings = Settings.from_environment(os.environ)
+        return Configuration(settings.config, os.environ, pools.of(settings)).member(org, team, key)
+
+    print(f"{arguments.tenant}: {_store().delete(arguments.tenant, member)} bytes deleted")
 
 
 def new_key(arguments: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ from gateway.config import release_file
 from gateway.config.configuration import Configuration
 from gateway.config.policy import ModelRules, Policy, ShadowRules
 from gateway.config.settings import Settings, variable
-from gateway.config.tenant import Tenant
+from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
@@ -172,7 +172,7 @@ class Service:
             registrations = self.replicas.registrations  # a beat reaches one worker
             self.link.topics |= {"register": registrations.put, "withdraw": registrations.withdraw}
             self.link.topics["opened"] = self.replicas.suspect
-            self.link.topics |= {"outcomes": self.metrics.outcomes.add, "rolled_back": self.releases.roll_back}
+            self.link.topics |= {"outcomes": self.metrics.outcomes.add, "rolled_back": self._rolled_back_elsewhere}
             self.watchdog.add(self.link)
         if self.shared_state is not None:
             self.shared_state.suspect = self.replicas.suspect
@@ -207,7 +207,8 @@ class Service:
         self.replicas.change(pools.sources, pools.shares, self.models.pools)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
-            alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
+            every_class = (LOWEST_PRIORITY + 1) * rules.max_waiting_per_class
+            alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": every_class}
             rules = rules.model_copy(update=alone)
         self._concurrency.pools = tuple(pools.sources)
         self.overflow.change(policy.overflow)
@@ -258,6 +259,11 @@ class Service:
         self.tell_workers("rolled_back", name, reason)
         self._audit("release.rollback", name, "ok", reason=reason)
         self._rollbacks[name] = self._run(self._write_rollback(name, reason))
+
+    def _rolled_back_elsewhere(self, name: str, reason: str) -> None:
+        """Follow another worker, which records the rollback."""
+        self.releases.stop(name, reason)
+        self._release()
 
     async def _write_rollback(self, name: str, reason: str) -> None:
         assert self.configuration.path is not None, "releases stand in the file"

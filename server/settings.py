@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import ssl
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal
@@ -141,21 +142,23 @@ class Settings(EnvironmentSettings):
     )
 
     @model_validator(mode="after")
-    def _check_registration(self) -> Settings:
+    def _check_files(self) -> Settings:
         path = self.register_token_file
         if self.register_ and (path is None or not path.is_file()):
             problem = f"must be a file with the gateways' token where TRIDENT_REGISTER is set, got {path or 'nothing'}"
             raise InvalidArgument(self.variable("register_token_file"), problem)
-        return self
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgument("TRIDENT_TLS_KEY", "must be set together with TRIDENT_TLS_CERT, or neither")
         for name in ("tls_cert", "tls_key", "tls_ca", "register_ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise InvalidArgument(self.variable(name), f"must be a PEM file, got {path}: no such file")
+        try:
+            if self.register_ca is not None:
+                ssl.create_default_context(cafile=self.register_ca)
+        except (OSError, ValueError) as exc:
+            problem = f"must be a certificate in PEM, got {self.register_ca}"
+            raise InvalidArgument(self.variable("register_ca"), problem) from exc
         return self
 
     def make_state_dir(self) -> None:

@@ -86,15 +86,16 @@ def read(response: bytes) -> Encoded:
 def batches(rows: Rows, most_rows: int, most_bytes: int) -> Sequence[slice]:
     """Return slices of the rows for one call each: at most ``most_rows``, and ``most_bytes`` unless it is one row."""
     found: list[slice] = []
-    first, size = 0, 0
+    first = size = longest = 0
     count = len(rows.texts or rows.ids)
     for number in range(count):
         own = 4 * len(rows.ids[number]) if rows.ids else len(rows.texts[number].encode(errors="replace"))
         own += len(rows.pairs[number].encode(errors="replace")) if rows.pairs else 0
-        if number > first and (number - first == most_rows or size + own > most_bytes):
+        longest = max(longest, own)
+        size = longest * (number - first + 1) if rows.ids else size + own  # rows of ids are filled up
+        if number > first and (number - first == most_rows or size > most_bytes):
             found.append(slice(first, number))
-            first, size = number, 0
-        size += own
+            first, size, longest = number, own, own
     return [*found, slice(first, count)]
 
 

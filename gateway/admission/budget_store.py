@@ -33,6 +33,7 @@ LEASE_S = 900.0
 _PURGE_EVERY = 1024  # reservations between two removals of idle buckets
 _SETTLE_ATTEMPTS = 5  # while the gateway stops; else until the lease ends
 _LONGEST_PAUSE_S = 2.0
+_AWAY_S = 2.0  # after a call that was not answered, in which no reservation is tried; then one is
 _log = logging.getLogger(__name__)
 
 
@@ -256,6 +257,7 @@ class RedisStore:
         self._prefix = prefix
         self._writing: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._away_until_s = 0.0  # 0: the latest call was answered
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
     async def reserve(
@@ -263,11 +265,16 @@ class RedisStore:
     ) -> Reservation:
         """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError
+        from redis.exceptions import TimeoutError as NotAnswered
 
         required = demands(levels, tokens, least, micros, self._wall())
         reservation_id = secrets.token_hex(8)
         if not required:
             return Reservation(reservation_id, True)
+        if self._away_until_s:
+            if time.monotonic() < self._away_until_s:
+                raise Unavailable("the budget store does not answer", 1.0)
+            self._away_until_s = time.monotonic() + _AWAY_S  # the others do not wait for this one
         pending = Reservation(reservation_id, True, tuple(Standing(demand, 0.0) for demand in required))
         call = asyncio.ensure_future(self._call(pending, None))
         try:
@@ -278,6 +285,8 @@ class RedisStore:
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
+            if isinstance(exc, NotAnswered):
+                self._away_until_s = time.monotonic() + _AWAY_S
             if _may_run(exc):
                 self._in_background(self._undo(call, pending))
             raise Unavailable("the budget store does not answer", 1.0) from exc
@@ -343,7 +352,9 @@ class RedisStore:
             from redis.exceptions import ConnectionError
 
             raise ConnectionError("failpoint redis.away")
-        return await self._run(keys=keys, args=arguments)
+        answer = await self._run(keys=keys, args=arguments)
+        self._away_until_s = 0.0
+        return answer
 
     def _keys(self, bucket: str, level: str) -> tuple[str, str]:
         # The organisation in braces: a cluster then keeps all levels of one on one node, where one script sees them.

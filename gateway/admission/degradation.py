@@ -5,10 +5,9 @@ Pure functions of the pressure. Responses name the stage (``x-trident-degraded``
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 
-from contract.generation import GenerationRequest
+from contract.generation import GenerationRequest, changed
 from gateway.config.policy import DegradationRules
 
 
@@ -30,33 +29,18 @@ def stage_at(pressure: float, rules: DegradationRules) -> Stage:
     return Stage.SHORTER if pressure >= rules.shorter_at else Stage.NONE
 
 
-@dataclass(frozen=True)
-class Degraded:
-    """A request as it may be served.
-
-    target: the overflow target; "" for replicas.
-    note: value of ``x-trident-degraded``; "" if the request is not degraded.
-    """
-
-    request: GenerationRequest
-    target: str = ""
-    note: str = ""
-
-
 def overflow_note(target: str) -> str:
     """Return the value of ``x-trident-degraded`` for an overflow target."""
     return f"overflow={target}"
 
 
-def degrade(request: GenerationRequest, stage: Stage, rules: DegradationRules, target: str = "") -> Degraded:
-    """Return ``request`` as degraded in ``stage``. The caller handles REFUSE, which counts as OVERFLOW here.
+def shortened(request: GenerationRequest, most: int) -> GenerationRequest:
+    """Return ``request`` with ``max_tokens`` of at most ``most``, or of what it continues if that is more."""
+    most = max(most, len(request.continue_ids))
+    return request if request.max_tokens <= most else changed(request, max_tokens=most)
 
-    target: the overflow target; by default the first of the rules.
-    """
-    if stage is Stage.OVERFLOW and rules.overflow:
-        target = target or rules.overflow[0]
-        return Degraded(request, target, overflow_note(target))
-    limit = max(rules.max_tokens, request.sampling.min_tokens)  # min_tokens must be reachable
-    if stage is Stage.NONE or request.continue_ids or request.max_tokens <= limit:
-        return Degraded(request)
-    return Degraded(replace(request, max_tokens=limit), "", f"max_tokens={limit}")
+
+def degraded(request: GenerationRequest, rules: DegradationRules) -> GenerationRequest:
+    """Return ``request`` as it is served in the stage SHORTER: a continued stream keeps the limit it began with, and
+    ``min_tokens`` can be reached."""
+    return request if request.continue_ids else shortened(request, max(rules.max_tokens, request.sampling.min_tokens))

@@ -31,7 +31,7 @@ from gateway.admission.budget_store import BudgetStore
 from gateway.admission.budgets import Demand, Reservation, Standing
 from gateway.admission.charge import FREE, Charge
 from gateway.admission.concurrency import Caps, Held
-from gateway.admission.degradation import Stage, degrade, stage_at
+from gateway.admission.degradation import Stage, degraded, overflow_note, shortened, stage_at
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.prompt_tokens import PromptCount, PromptTokens
@@ -45,6 +45,7 @@ _REASONS: dict[type[TridentError], str] = {Overloaded: "queue", DeadlineExceeded
 Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
 
+NOTE = "x-trident-degraded"
 HELD = "x-trident-held"  # seconds that the request may wait for a replica of a pool that has none
 _NO_PRESSURE = DegradationRules(shorter_at=10, overflow_at=10, refuse_at=10)
 
@@ -192,8 +193,8 @@ class FairAdmission:
         """
         pool = self.pools.draw(tenant.pool, session)
         capped, headers = self._capped(tuple(requests), tenant)
-        requests, target, degraded = self._degraded(capped, tenant, pool, accepts, down, targets)
-        headers |= degraded
+        requests, target, more = self._degraded(capped, tenant, pool, accepts, down, targets)
+        headers |= more
         if target:
             pool = self.target_pool(target)
         ticket = _Ticket(self, tenant, session, self._clock(), requests, charge=charge)
@@ -281,12 +282,11 @@ class FairAdmission:
             names = (name for name in rules.overflow if accepts(name, requests))
             target = next((name for name in names if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
-        degraded = [degrade(request, stage, rules, target) for request in requests]
-        note = next((served.note for served in degraded if served.note), "")
-        if not note:
-            return requests, "", {}
-        self.degraded[stage.value] += 1
-        return tuple(served.request for served in degraded), degraded[0].target, {"x-trident-degraded": note}
+        served = tuple([degraded(each, rules) for each in requests]) if stage is Stage.SHORTER else requests
+        headers = {NOTE: overflow_note(target)} if target else _shorter_note(requests, served)
+        if headers:
+            self.degraded[stage.value] += 1
+        return served, target, headers
 
     def _capped(
         self, requests: tuple[GenerationRequest, ...], tenant: Tenant
@@ -295,10 +295,8 @@ class FairAdmission:
         most = tenant.class_rules.max_tokens if tenant.class_rules is not None else None
         if most is None:
             return requests, {}
-        rules = DegradationRules(max_tokens=most)
-        capped = [degrade(request, Stage.SHORTER, rules) for request in requests]
-        note = next((served.note for served in capped if served.note), "")
-        return tuple(served.request for served in capped), {"x-trident-degraded": note} if note else {}
+        capped = tuple([shortened(request, most) for request in requests])
+        return capped, _shorter_note(requests, capped)
 
     def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
         """Return whether the target would serve the requests soon."""
@@ -365,6 +363,12 @@ class FairAdmission:
 
 def _amount(value: float, demand: Demand) -> str:
     return f"{max(0.0, value) / 1e6:.6f}" if demand.money else f"{max(0.0, value):.0f} tokens"
+
+
+def _shorter_note(before: Sequence[GenerationRequest], after: Sequence[GenerationRequest]) -> dict[str, str]:
+    """Return the response header that names a lower ``max_tokens``; none if there is none."""
+    lower = [new.max_tokens for old, new in zip(before, after, strict=True) if new is not old]
+    return {NOTE: f"max_tokens={lower[0]}"} if lower else {}
 
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:

@@ -79,8 +79,8 @@ class _HubClaim(Claim):
 class _Worker:
     """What one worker holds, by the worker's own numbers. heard_s: when it last sent anything."""
 
-    def __init__(self, hub: Hub, number: int, left: Callable[[], None]) -> None:
-        self.hub, self.number, self._left = hub, number, left
+    def __init__(self, hub: Hub, number: int) -> None:
+        self.hub, self.number = hub, number
         self.frames = Frames(self._received, self._lost)
         self.slots: dict[int, Slot] = {}
         self.claims: dict[int, _HubClaim] = {}
@@ -99,15 +99,14 @@ class _Worker:
         for held in self.reservations.values():  # nothing is known of what was used
             self.hub.budgets.settle(*held)
         self.hub.forget(self)
-        self._left()
 
     def on_acquire(self, call: int, levels: Sequence[Level], priority: int, requests: int, pool: str) -> None:
+        refused = None
         try:
             self.slots[call] = self.hub.caps.try_acquire(levels, priority, requests, pool)
         except TridentError as error:
-            self.frames.send("reply", call, error)
-        else:
-            self.frames.send("reply", call, None)
+            refused = error
+        self.frames.send("reply", call, refused)
 
     def on_release(self, call: int) -> None:
         slot = self.slots.pop(call, None)
@@ -192,9 +191,9 @@ class Hub:
         self._pools: dict[str, _Pool] = {}
         self._told: dict[str, dict[str, Any]] = {}
 
-    async def attach(self, number: int, end: socket.socket, left: Callable[[], None] = lambda: None) -> None:
-        """Serve one worker over its end of a socket pair. left: called when it is gone."""
-        worker = self.workers[number] = _Worker(self, number, left)
+    async def attach(self, number: int, end: socket.socket) -> None:
+        """Serve one worker over its end of a socket pair."""
+        worker = self.workers[number] = _Worker(self, number)
         await worker.frames.connect(end)
         worker.frames.send("state", self._told)
 

@@ -44,7 +44,7 @@ class HubLink:
         self.topics: dict[str, Callable[..., object]] = {}
         self._slots: dict[str, SharedSlots] = {}
         self._calls: dict[int, asyncio.Future] = {}
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._sent: dict[str, Capacity] = {}
         self._sent_s = 0.0
 
@@ -54,9 +54,6 @@ class HubLink:
     def close(self) -> None:
         self.lost = lambda: None
         self.frames.close()
-
-    def next(self) -> int:
-        return next(self._numbers)
 
     def slots(self, *parts: Any, **named: Any) -> SharedSlots:
         """Return the slots of a pool; see PoolSlots."""
@@ -88,7 +85,7 @@ class HubLink:
         """
         if not self.frames.open:
             raise Unavailable(STOPPING, 1.0)
-        number = self.next()
+        number = next(self.numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         self.frames.send(kind, number, *parts)
         try:
@@ -213,7 +210,7 @@ class SharedSlots(PoolSlots):
 
     def claim(self, entry: Any, lasts_until_s: float) -> Claim:
         claim, link = _SharedClaim(self, entry, lasts_until_s), self.link
-        claim.number = link.next()
+        claim.number = next(link.numbers)
         link.claims[claim.number] = claim
         link.frames.send("claim", claim.number, self.name, entry, lasts_until_s)
         return claim

@@ -23,7 +23,7 @@ from gateway.admission.concurrency import Caps, Held, caps, holder
 from gateway.config.tenant import Level
 
 _LOG = logging.getLogger(__name__)
-TIMEOUT_S = 0.25  # of a call: no request waits longer for Redis
+TIMEOUT_S = 0.25  # of a call; a request that waited longer for its turn makes none
 PAUSE_S = 1.0  # after a call that failed, during which none is made
 LEASE_S = 5.0
 BEAT_S = 1.0
@@ -134,8 +134,11 @@ class SharedState:
 
     async def take(self, caps: Mapping[str, int], requests: int) -> None:
         """Count ``requests`` under all caps, each with its limit, or under none. Raises Overloaded."""
+        began_s = time.monotonic()
         async with self._writing:
             try:
+                if time.monotonic() - began_s > TIMEOUT_S:
+                    raise Away
                 full, others = await self._write({name: (requests, most) for name, most in caps.items()})
             except Away:
                 shares = [max(1, most // self.gateways) for most in caps.values()]

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from contract.errors import Overloaded
+from contract.errors import Overloaded, TridentError
 from gateway.api.strict_model import StrictModel
 from gateway.service import Service
 
@@ -91,14 +91,18 @@ class Console:
         """Return the state as server-sent events, one per PERIOD_S. Raises Overloaded."""
         if self._readers >= MAX_READERS:
             raise Overloaded(f"{MAX_READERS} pages are connected, and no more are allowed", 5.0)
-        return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        events = self._stream(request)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    async def _stream(self) -> AsyncIterator[bytes]:
+    async def _stream(self, request: Request) -> AsyncIterator[bytes]:
         self._readers += 1
         try:
             while not self._service.draining:
                 yield b"data: " + orjson.dumps(self.snapshot()) + b"\n\n"
                 await asyncio.sleep(PERIOD_S)
+                (await self._service.authentication.principal(request.headers)).check_operator()
+        except TridentError:  # the token or key was revoked or has expired, which the page is told when it asks again
+            return
         finally:
             self._readers -= 1
 

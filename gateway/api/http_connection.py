@@ -43,11 +43,12 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._rejected:
-            if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            if self.cycle is None or self.cycle.response_complete:
                 self._start_header_timer()  # the first bytes of a further request
             self._unset_keepalive_if_required()
+            before = self._header_timer
             self._read(data)
-            if self._header_timer is not None and not self._rejected:  # all of it was headers
+            if before is not None and self._header_timer is before and not self._rejected:  # all of it was headers
                 self._incomplete_bytes += len(data)
                 if self._incomplete_bytes > MAX_HEADER_BYTES:
                     self._reject_headers()
@@ -75,6 +76,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = self._header_count = 0
+        self._start_header_timer()  # while a response is under way nothing else starts it
         self.scope["extensions"] = cast("dict[str, dict[object, object]]", {"trident.abort": self.transport.abort})
 
     def on_url(self, url: bytes) -> None:
@@ -96,14 +98,19 @@ class Connection(HttpToolsProtocol):
             elif len(self._pipelined) > 1:
                 self.flow.resume_reading()  # uvicorn pauses here and would not notice a disconnect
 
+    def on_chunk_header(self) -> None:
+        self._start_header_timer()  # trailers follow the last one
+
     def on_body(self, body: bytes) -> None:
         if not self._rejected:
+            self._end_trailers()
             super().on_body(body)
             if len(self.cycle.body) > MAX_PIPELINED_BYTES and len(self._incomplete()) > 1:
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
         if not self._rejected and not self._ignoring_upgrade:
+            self._end_trailers()
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -123,9 +130,14 @@ class Connection(HttpToolsProtocol):
         return [cycle for cycle in self._pipelined if not cycle.response_complete]
 
     def _start_header_timer(self) -> None:
-        self._stop_header_timer()
-        self._incomplete_bytes = 0
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_header_timeout)
+        """Start it unless it runs."""
+        if self._header_timer is None:
+            self._incomplete_bytes = 0
+            self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_header_timeout)
+
+    def _end_trailers(self) -> None:
+        if not self.cycle.response_complete:  # what is sent behind a response stays bounded until the next headers end
+            self._stop_header_timer()
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -134,17 +146,22 @@ class Connection(HttpToolsProtocol):
 
     def _on_header_timeout(self) -> None:
         self._header_timer = None
-        self._reject(408, f"the headers did not arrive within {self.header_timeout_s:g} s", "timeout")
+        if self.flow.read_paused:  # the rest may have arrived and is not read yet
+            self._start_header_timer()
+        else:
+            self._reject(408, f"the headers did not arrive within {self.header_timeout_s:g} s", "timeout")
 
     def _reject(self, status: int, message: str, code: str) -> None:
         self._rejected = True
         if self.transport.is_closing():
             return
-        _, headers, body = error_responses.plain(status, message, code)
-        head = [b"HTTP/1.1 %d \r\n" % status, *(b"%b: %b\r\n" % header for header in headers)]
-        head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        self.transport.write(b"".join(head) + body)
-        if (self.cycle is None or self.cycle.response_complete) and self.transport.can_write_eof():
+        incomplete = self._incomplete()
+        if not any(cycle.response_started for cycle in incomplete):  # else this would be read as a part of that
+            _, headers, body = error_responses.plain(status, message, code)
+            head = [b"HTTP/1.1 %d \r\n" % status, *(b"%b: %b\r\n" % header for header in headers)]
+            head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+            self.transport.write(b"".join(head) + body)
+        if not incomplete and self.transport.can_write_eof():
             # A client that still sends when the connection closes loses the response: its input is discarded first.
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)

@@ -153,6 +153,13 @@ class KServeEndpoint(GrpcEndpoint):
     async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
         writer = ResponseWriter(context, self._service.settings.stall_timeout_s)
         carrier = _carrier(context)
+        try:
+            await self._service.tenant(carrier)
+        except TridentError as error:  # who has no key must not hold a stream open without a request
+            with contextlib.suppress(asyncio.TimeoutError, StopAsyncIteration):
+                await asyncio.wait_for(anext(aiter(requests)), self._service.settings.header_timeout_s)
+            self._service.metrics.requests.labels("grpc", "text_completion", error.grpc_status).inc()
+            await context.abort(*error_responses.grpc_status(error))
         tasks: set[asyncio.Task] = set()
         rejected: list[TridentError] = []
         handler = asyncio.current_task()
@@ -245,6 +252,7 @@ class KServeEndpoint(GrpcEndpoint):
         service = self._service
         packed = _is_packed(request.model_name)
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
+        request.model_name = named(request.model_name, generation_request.adapter)
         request_context = _request_context(tenant, request, carrier)
         with service.hooks.call(request_context) as hooks:
             if hooks is not None:
@@ -290,7 +298,8 @@ class KServeEndpoint(GrpcEndpoint):
             if hooks is not None and hooks.filters:
                 hidden |= SHOW_TEXT
             request.model_name = service.settings.triton_model
-            set_adapter(request, request_context.model.adapter)
+            if adapter:
+                _put(request, "lora_name", "BYTES", (adapter.encode(),))
             generation.relay(request.SerializeToString(), partial(continued, request), packed)
             error = await self._relay(generation, hidden, packed, writer, request_context, hooks)
             writer.set_trailers(choices.headers)
@@ -335,7 +344,7 @@ class KServeEndpoint(GrpcEndpoint):
                     shown = for_caller(from_backend(deferred), request_context.request_id)
                     changes |= {"finish_reason": FinishReason.ERROR, "error": to_text(shown)}
                     data = with_error(data, shown)
-                    relayed = None if hidden else deferred
+                    relayed = None if "error_message" in hidden else deferred
                 if hooks is not None and delta is not NO_OUTPUTS:
                     changes["text"] = (await hooks.output(ChoiceDelta(0, delta))).delta.text
                     text = _raw("BYTES", changes["text"].encode())
@@ -379,6 +388,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
             raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
     prompt, messages = _texts(request, "text_input", names), _texts(request, "messages", names)
     turns = chat(messages) if messages is not None and prompt is None else None
+    check_adapter_number(_nonzero(request, "lora_task_id", names))
     max_tokens, guide = _integer(request, "max_tokens", names), _texts(request, "guided_decoding_guide_type", names)
     return changed(
         _REQUEST,
@@ -388,7 +398,8 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         input_ids=_integers(request, "input_ids", names) if turns is None and prompt is None else None,
         truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens", names),
         continue_ids=_integers(request, "continue_ids", names) or (),
-        echo=echoes(request, names),
+        adapter=_texts(request, "lora_name", names) or "",
+        echo=_nonzero(request, "exclude_input_in_output", names) is False,
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),
@@ -444,26 +455,21 @@ def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> b
     return request.SerializeToString()
 
 
-def echoes(request: service_pb2.ModelInferRequest, names: Mapping[str, int]) -> bool:
-    """Return whether the response begins with the prompt. names: see ``_content``."""
-    found = _content(request, "exclude_input_in_output", names)
-    if found is None:
-        return False
-    index, raw = found
-    return not (any(raw) if raw is not None else any(request.inputs[index].contents.bool_contents))
+def check_adapter_number(number: object) -> None:
+    """Raise InvalidArgument for a ``lora_task_id`` other than 0: the gateway knows adapters by their names."""
+    if number:
+        problem = "must be 0 or left out: name the adapter by lora_name, or in the model, MODEL:ADAPTER"
+        raise InvalidArgument("lora_task_id", problem)
 
 
-def set_adapter(request: service_pb2.ModelInferRequest, adapter: str) -> None:
-    """Add the adapter of the model's name as ``lora_name``.
+def named(model: str, adapter: str) -> str:
+    """Return the name of a model with the adapter of ``lora_name``: access and price go by the name.
 
-    Raises: InvalidArgument if the request has an adapter of its own.
+    Raises: InvalidArgument if the name has an adapter.
     """
-    if not adapter:
-        return
-    for name in ("lora_name", "lora_task_id"):
-        if _find(request, name) is not None:
-            raise InvalidArgument(name, "must be left out beside a model with an adapter in its name")
-    _put(request, "lora_name", "BYTES", (adapter.encode(),))
+    if adapter and ":" in model:
+        raise InvalidArgument("lora_name", "must be left out beside a model with an adapter in its name")
+    return f"{model}:{adapter}" if adapter else model
 
 
 def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
@@ -473,7 +479,7 @@ def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
 
 def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
     """Request the engine's timings, for the spans. Returns the outputs that the client did not request."""
-    if _find(request, "return_perf_metrics") is None:
+    if _content(request, "return_perf_metrics") is None:
         _put(request, "return_perf_metrics", "BOOL", (True,))
     return _also(request, TIMINGS)
 
@@ -490,7 +496,7 @@ def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> froz
 
 def _put(request: service_pb2.ModelInferRequest, name: str, datatype: str, values: Sequence[int | bytes]) -> None:
     """Set an input of shape [1, n], as raw or inline content like the others; without values, remove it."""
-    found = _find(request, name)
+    found = _content(request, name)
     if found is not None:
         del request.inputs[found[0]]
         if found[1] is not None:
@@ -552,16 +558,15 @@ def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> byt
     return message.SerializeToString()
 
 
-def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
-    """Return an input's index and its raw content (None where contents are inline); None if it was not sent."""
-    names = [tensor.name for tensor in request.inputs]
-    return _content(request, name, {name: names.index(name)} if name in names else {})
-
-
 def _content(
-    request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]
+    request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int] | None = None
 ) -> tuple[int, bytes | None] | None:
-    """Do as ``_find``. names: the indices of the inputs by name, as reading them takes as long as all else."""
+    """Return an input's index and its raw content (None where contents are inline); None if it was not sent.
+
+    names: the indices of the inputs by name, where they are known: reading them takes as long as all else.
+    """
+    if names is None:
+        names = {tensor.name: index for index, tensor in enumerate(request.inputs)}
     index = names.get(name)
     if index is None:
         return None
@@ -573,8 +578,17 @@ def _content(
     return index, contents[index]
 
 
+def _nonzero(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> bool | None:
+    """Return whether an input is other than 0; None if it was not sent."""
+    if (found := _content(request, name, names)) is None:
+        return None
+    index, raw = found
+    contents = request.inputs[index].contents
+    return any((*contents.bool_contents, *contents.uint64_contents) if raw is None else raw)
+
+
 def _texts(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> str | None:
-    if name not in names or (found := _content(request, name, names)) is None:
+    if (found := _content(request, name, names)) is None:
         return None
     index, raw = found
     if raw is None:
@@ -591,14 +605,14 @@ def _texts(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str
 
 
 def _integer(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> int | None:
-    values = _integers(request, name, names) if name in names else None
+    values = _integers(request, name, names)
     if values is not None and len(values) != 1:
         raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
     return values[0] if values else None
 
 
 def _integers(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> tuple[int, ...] | None:
-    if name not in names or (found := _content(request, name, names)) is None:
+    if (found := _content(request, name, names)) is None:
         return None
     index, raw = found
     if request.inputs[index].datatype != "INT32" or (raw is not None and len(raw) % 4):

@@ -8,7 +8,7 @@ import contextlib
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from contract.errors import Cancelled, DeadlineExceeded, Overloaded
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded
 from gateway.admission.body_budget import BodyBudget, Lease
 
 LINGER_S = 2.0  # how long the rest of a rejected body is discarded
@@ -23,8 +23,11 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
 
     An upload that the budget has no room for returns what it holds at once, so that concurrent uploads can complete.
 
-    Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, and Overloaded if ``lease`` cannot hold it.
+    Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, InvalidArgument for a body that is encoded, and
+    Overloaded if ``lease`` cannot hold it.
     """
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise InvalidArgument("content-encoding", f"must be identity or left out, got {encoding:.40}")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit():
         if int(declared) > max_bytes:

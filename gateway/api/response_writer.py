@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import grpc.aio
 
@@ -26,22 +27,24 @@ class ResponseWriter:
         """Send response headers: those of the first request as initial metadata, those of the latest as trailers."""
         self.set_trailers(headers)
         if headers and not self._began:
-            self._began = True
-            await self._context.send_initial_metadata(tuple(headers.items()))
+            await self._send(self._context.send_initial_metadata, tuple(headers.items()))
 
     def set_trailers(self, headers: Mapping[str, str]) -> None:
         """Replace the trailing metadata, with what became known during the response."""
         if headers:
             self._context.set_trailing_metadata(tuple(headers.items()))
 
-    async def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> Coroutine[Any, Any, None]:
         """Send one serialised response, after those before it."""
+        return self._send(self._context.write, data)
+
+    async def _send(self, send: Callable[[Any], Coroutine[Any, Any, None]], what: Any) -> None:
         if self._writing:
             await self._turn()
         self._writing = self._began = True
         self._writing_since_s = time.monotonic()
         try:
-            await self._context.write(data)
+            await send(what)
         finally:
             self._writing_since_s = 0.0
             self._writing = bool(self._waiting) and self._pass_on()

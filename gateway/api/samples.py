@@ -82,7 +82,8 @@ def routes(service: Service) -> list[Route]:
         if not tenant:
             raise InvalidArgument("tenant", "must be the name of a tenant, such as acme/research, got none")
         note(request, "samples.delete", tenant)
-        return {"tenant": tenant, "deleted_bytes": await asyncio.to_thread(store.delete, tenant)}
+        deleted_bytes = await asyncio.to_thread(store.delete, tenant, service.configuration.member)
+        return {"tenant": tenant, "deleted_bytes": deleted_bytes}
 
     return [
         AdminRoute(service, "/admin/samples", guarded(service, summary)),

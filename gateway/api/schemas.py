@@ -441,6 +441,10 @@ def fields_of(data: bytes) -> dict[str, Any]:
     try:
         table = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
+        try:
+            data.decode()
+        except UnicodeDecodeError as undecoded:
+            raise InvalidArgument("", f"the body must be JSON in UTF-8: {undecoded}") from exc
         raise InvalidArgument("", f"the body must be JSON: {exc}") from exc
     if not isinstance(table, dict):
         raise InvalidArgument("", "the body must be a JSON object")

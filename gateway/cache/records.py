@@ -38,7 +38,8 @@ _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-# KEYS of all: the record (request, owner, ends: of its lease, head, complete) and its items.
+# KEYS of all: the record (request, owner, ends: of its lease, head, complete, charged: how many of its
+# items were charged when it was taken over) and its items.
 # ARGV: request, gateway, lease in ms, life in ms.
 _CLAIM = f"""{_NOW}
 local found = redis.call('HMGET', KEYS[1], 'request', 'ends', 'complete')
@@ -57,26 +58,29 @@ _WRITE = f"""{_NOW}
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if not owner then return 2 end
 if owner ~= ARGV[1] then return 0 end
+local written = redis.call('LLEN', KEYS[2]) - ARGV[4]
+if written < 0 then return 2 end
 redis.call('HSET', KEYS[1], 'ends', now + ARGV[2])
 local fields = tonumber(ARGV[5])
 for i = 6, 5 + fields, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-local written = redis.call('LLEN', KEYS[2]) - ARGV[4]
 for i = 6 + fields + written, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
 for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 return 1
 """
 # ARGV: number of the first item.
 _READ = f"""{_NOW}
-local found = redis.call('HMGET', KEYS[1], 'head', 'complete', 'ends')
+local found = redis.call('HMGET', KEYS[1], 'head', 'complete', 'ends', 'charged')
 if not found[3] then return {{}} end
 local lives = tonumber(found[3]) > now and 1 or 0
-return {{found[1] or '', found[2] and 1 or 0, lives, unpack(redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[1] + 999))}}
+local items = redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[1] + 999)
+return {{found[1] or '', found[2] and 1 or 0, lives, tonumber(found[4] or 0), unpack(items)}}
 """
 _DELETE = "if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end"
 
 
 class SharedAnswers:
-    """Complete responses of all gateways, each until it is ``ttl_s`` old. A key names its tenant; see request_key."""
+    """Complete responses of all gateways with this ``ttl_s``, each until it is so old. A key names its tenant; see
+    request_key."""
 
     def __init__(self, state: SharedState, ttl_s: float) -> None:
         self._state, self._life_ms = state, int(ttl_s * 1000)
@@ -85,8 +89,8 @@ class SharedAnswers:
         """Return the deltas as the engine sent them; None if there are none, or Redis is away."""
         with contextlib.suppress(Away):
             reading = self._state.redis.pipeline(transaction=False)
-            reading.get(_answer(key))
-            reading.pttl(_answer(key))
+            reading.get(self._name(key))
+            reading.pttl(self._name(key))
             text, left_ms = await self._state.call(reading.execute)
             if text is not None and self._life_ms - left_ms <= 1000 * max_age_s:
                 return tuple(decode(line).delta for line in text.splitlines())
@@ -97,11 +101,11 @@ class SharedAnswers:
         text = "\n".join(encode(ChoiceDelta(0, delta)) for delta in answer)
         if is_complete(answer) and len(text) <= MAX_BYTES:
             with contextlib.suppress(Away):
-                await self._state.call(lambda: self._state.redis.set(_answer(key), text, px=self._life_ms))
+                await self._state.call(lambda: self._state.redis.set(self._name(key), text, px=self._life_ms))
 
-
-def _answer(key: str) -> str:
-    return f"trident:answer:{key}"
+    def _name(self, key: str) -> str:
+        # The age of an answer follows from the life it was stored with.
+        return f"trident:answer:{self._life_ms}:{key}"
 
 
 def encode(item: ChoiceDelta) -> str:
@@ -137,7 +141,8 @@ class Head:
 
 @dataclass(eq=False)
 class Record:
-    """One stream in Redis. owned: this gateway generates it. lost: another has taken it over. items: read so far."""
+    """One stream in Redis. owned: this gateway writes it. lost: another has taken it over. items: read so far.
+    charged: how many of them were charged when it was taken over."""
 
     records: Records
     keys: list[str]
@@ -145,11 +150,13 @@ class Record:
     owned: bool = False
     lost: bool = False
     items: list[ChoiceDelta] = field(default_factory=list)
+    charged: int = 0
     _pending: list[str] = field(default_factory=list)
     _fields: list[str] = field(default_factory=list)
     _count: int = 0  # items there are in Redis
     _size: int = 0
     _written_s: float = 0.0
+    _ended_s: float = 0.0  # 0: it is generated
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def claim(self) -> str:
@@ -168,22 +175,24 @@ class Record:
         Raises: Away.
         """
         while found := await self.records.run(_READ, self.keys, len(self.items)):
-            head, complete, lives, *items = found
+            head, complete, lives, self.charged, *items = found
             self.items += map(decode, items)
             self._count = len(self.items)
             if len(items) < 1000:
                 return Head.decode(head) if head else None, bool(complete), bool(lives)
         return None
 
-    async def write(self, *fields: str, lease_s: float | None = None, life_s: float = RUNNING_S) -> None:
+    async def write(self, *fields: str, releases: bool = False) -> None:
         """Write the fields, by name and value, and all that is not written yet; later if Redis is away."""
         self._fields += fields
         async with self._writing:
             if not self.owned:
                 return
             batch, named = len(self._pending), list(self._fields)
-            life = (int((LEASE_S if lease_s is None else lease_s) * 1000), int(life_s * 1000))
-            arguments = (self.records.gateway, *life, self._count, len(named), *named, *self._pending)
+            lease_s = 0 if releases or self._ended_s else LEASE_S
+            life_s = self.records.ttl_s if self._ended_s else RUNNING_S
+            life = (self.records.gateway, int(lease_s * 1000), int(life_s * 1000))
+            arguments = (*life, self._count, len(named), *named, *self._pending)
             self._written_s = time.monotonic()
             try:
                 kept = await self.records.run(_WRITE, self.keys, *arguments)
@@ -191,8 +200,8 @@ class Record:
                 return
             del self._pending[:batch], self._fields[: len(named)]
             self._count += batch
-            if kept != 1:  # 2: a Redis that lost its data; the stream goes on here and is read here only
-                self.lost = not kept
+            self.lost = not kept  # 2: a Redis that lost its data; the stream goes on here and is read here only
+            if kept != 1 or self._ended_s:
                 self.disown()
 
     async def generate(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
@@ -209,8 +218,8 @@ class Record:
                 if self.lost:
                     raise Unavailable(f"another gateway goes on with this stream; resume it with {RESUME_HEADER}", 1.0)
                 yield item
-            await self.write("complete", "1", lease_s=0, life_s=self.records.ttl_s)
-            self.disown()
+            self._ended_s = time.monotonic()
+            await self.write("complete", "1")
         except (asyncio.CancelledError, GeneratorExit):
             await self.release()
             raise
@@ -222,7 +231,7 @@ class Record:
 
     async def release(self) -> None:
         """Let another gateway go on at once."""
-        await self.write(lease_s=0)
+        await self.write(releases=True)
         self.disown()
 
     async def delete(self) -> None:
@@ -232,18 +241,19 @@ class Record:
             with contextlib.suppress(Away):
                 await self.records.run(_DELETE, self.keys, self.records.gateway)
 
-    async def restart(self) -> None:
-        """Forget what is recorded and begin again."""
-        await self.delete()
-        self.items, self._count = [], 0
-        await self.claim()
+    def leave(self) -> None:
+        """Renew it no more, unless only its end is not written yet."""
+        if not self._ended_s:
+            self.disown()
 
     def disown(self) -> None:
         self.owned = False
         self.records.owned.discard(self)
 
     async def renew(self, now_s: float) -> None:
-        if now_s - self._written_s >= RENEW_S:
+        if self._ended_s and now_s - self._ended_s > self.records.ttl_s:
+            self.disown()
+        elif now_s - self._written_s >= RENEW_S:
             await self.write()
 
 

@@ -39,6 +39,7 @@ from gateway.service import Service
 
 DEGRADED_HEADER = "x-trident-degraded"
 NO_TIMEOUT_S = 86_400.0
+SEVERAL = "several"  # engines, in place of the hash of one
 
 
 @dataclass(eq=False)
@@ -259,9 +260,9 @@ class ResponseReuse:
         timeout_s = self._service.settings.request_timeout_s
         return [dataclasses.replace(request, timeout_s=timeout_s) for request in requests]
 
-    def _engine(self, context: RequestContext) -> str:
-        """Return the engine's hash and the model's name; "" if the hash is unknown or there are several."""
-        engine = self._rules.engine or self._service.replicas.engine(context.tenant.pool)
+    def _engine(self, context: RequestContext, several: str = "") -> str:
+        """Return the engine's hash, or ``several``, and the model's name; "" if the hash is unknown."""
+        engine = self._rules.engine or self._service.replicas.engine(context.tenant.pool, several)
         return f"{engine} {context.model.name}" if engine else ""  # an adapter has the engine of its base
 
     def _store(
@@ -308,7 +309,7 @@ class _Recorded:
         start: int,
     ) -> None:
         self._reuse, self._record, self._context, self._control = reuse, record, context, control
-        self._start, self._engine = start, reuse._engine(context)
+        self._start = start
         self._requests = [seeded(request, record, choice) for choice, request in enumerate(requests)]
 
     async def open(self) -> ResponseDeltas:
@@ -325,12 +326,16 @@ class _Recorded:
             return await self._generated()
         if state == "different":
             raise InvalidArgument(HEADER, "must not be the key of an earlier, different request")
-        if state == "lost" and (head := await self._head()) is not None:
-            return await self._continued(head, self._start)
-        if self._start:
-            await record.delete()
-            raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
-        return await self._generated()
+        try:
+            if state == "lost" and (head := await self._head()) is not None:
+                return await self._continued(head, self._start)
+            if self._start:
+                await record.delete()
+                raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
+            return await self._generated()
+        except BaseException:
+            await record.release()
+            raise
 
     async def _head(self) -> Head | None:
         """Wait until the stream was admitted; return None if it is gone or was never admitted."""
@@ -341,18 +346,14 @@ class _Recorded:
             await asyncio.sleep(POLL_S)
 
     async def _generated(self) -> ResponseDeltas:
-        record, response = self._record, None
         try:
             response = await self._reuse._cached_or_generated(self._requests, self._context, self._control)
-            ids = response.request_id, response.created_s
-            await record.write("head", Head(response.headers, *ids, self._engine, response.reservation).encode())
-        except BaseException as exc:
-            if response is not None:
-                response.close(exc)
-                await response.deltas.aclose()
-            await record.delete()
+            engine = self._reuse._engine(self._context, SEVERAL)
+            head = Head(response.headers, response.request_id, response.created_s, engine, response.reservation)
+            return await self._owned(response, head, self._record.generate(response.deltas))
+        except BaseException:
+            await self._record.delete()
             raise
-        return self._owned(response, record.generate(response.deltas))
 
     async def _followed(self, head: Head) -> ResponseDeltas:
         """Read the stream of another gateway."""
@@ -365,37 +366,40 @@ class _Recorded:
     async def _tail(self, head: Head) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the stream as the other gateway writes it, and go on if that one ends."""
         record, given, until_s = self._record, 0, time.monotonic() + AWAY_S
-        while not record.owned:
-            try:
-                found = await record.read()
-                if found is not None and not any(found[1:]):
-                    await record.claim()
-                until_s = time.monotonic() + AWAY_S
-            except Away:
-                if time.monotonic() > until_s:
-                    raise
-                found = head, False, True
-            for item in record.items[given:]:
-                yield item
-            given = len(record.items)
-            if found is None:
-                raise Unavailable("the request failed at the gateway that ran it; send it again", 1.0)
-            if found[1]:
-                return
-            await asyncio.sleep(POLL_S)
-        response = await self._continued(head, given)
-        error: BaseException | None = None
+        response, error = None, None
         try:
+            while not record.owned:
+                self._reuse._service.live.check_not_cut_off()
+                try:
+                    found = await record.read()
+                    if found is not None and not any(found[1:]):
+                        await record.claim()
+                    until_s = time.monotonic() + AWAY_S
+                except Away:
+                    if time.monotonic() > until_s:
+                        raise
+                    found = head, False, True
+                for item in record.items[given:]:
+                    yield item
+                given = len(record.items)
+                if found is None:
+                    raise Unavailable("the request failed at the gateway that ran it; send it again", 1.0)
+                if found[1]:
+                    return
+                await asyncio.sleep(POLL_S)
+            response = await self._continued(head, given)
             async for item in response.deltas:
                 given -= 1
                 if given < 0:
                     yield item
         except BaseException as exc:
             error = exc
+            await record.release()
             raise
         finally:
-            await response.deltas.aclose()
-            response.close(error)
+            if response is not None:
+                await response.deltas.aclose()
+                response.close(error)
 
     async def _continued(self, head: Head, given: int) -> ResponseDeltas:
         """Generate the rest of a stream whose gateway ended, behind what is recorded.
@@ -406,31 +410,38 @@ class _Recorded:
         reuse, record, service = self._reuse, self._record, self._reuse._service
         await record.read()
         left = unfinished(record.items, self._requests, service.settings.continuations)
-        if left is None or head.engine not in ("", self._engine):
-            await record.restart()
+        engine = reuse._engine(self._context, SEVERAL)
+        if left is None or head.engine not in ("", engine) or engine.startswith(SEVERAL):
+            await record.delete()
             if given:
-                await record.delete()
                 raise Unavailable("the gateway that ran this stream ended, and no other can go on with it exactly", 1.0)
+            self._record = Record(record.records, record.keys, record.request)
+            await self._record.claim()
             return await self._generated()
-        ended = [delta.usage for _, delta in record.items if delta.usage is not None]
+        response = await reuse._generate(list(left.values()), self._context, "bypass") if left else None
+        ended = [delta.usage for _, delta in record.items[record.charged :] if delta.usage is not None]
         prompt = 0 if left else max((usage.input_tokens for usage in ended), default=0)  # else of what is left
-        service.charge_for_other(
-            head.reservation, Usage(prompt, sum(usage.output_tokens for usage in ended)), self._context
-        )
-        try:
-            response = await reuse._generate(list(left.values()), self._context, "bypass") if left else None
-        except BaseException:
-            await record.release()
-            raise
+        used = Usage(prompt, sum(usage.output_tokens for usage in ended))
+        service.charge_for_other(head.reservation, used, self._context)
         rest = renumbered(response.deltas, list(left)) if response else _replay(())
         headers = {**(response.headers if response else head.headers), CONTINUED_HEADER: "1"}
         close = response.close if response else lambda error: None
         whole = ResponseDeltas(rest, headers, close, head.request_id, head.created_s)
-        return self._owned(whole, _behind(record.items, record.generate(rest)))
+        head = dataclasses.replace(head, reservation=response.reservation if response else None)
+        charged = ("charged", str(len(record.items)))
+        return await self._owned(whole, head, _behind(record.items, record.generate(rest)), *charged)
 
-    def _owned(self, response: ResponseDeltas, deltas: ChoiceDeltas) -> ResponseDeltas:
+    async def _owned(self, response: ResponseDeltas, head: Head, deltas: ChoiceDeltas, *fields: str) -> ResponseDeltas:
+        """Return the response, with ``deltas``, when its head and the fields are written."""
+        try:
+            await self._record.write("head", head.encode(), *fields)
+        except BaseException as exc:
+            response.close(exc)
+            await response.deltas.aclose()
+            raise
+
         def close(error: BaseException | None) -> None:
-            self._record.disown()  # deltas that were never read have not done so
+            self._record.leave()  # deltas that were never read have not done so
             response.close(error)
 
         return dataclasses.replace(response, deltas=deltas, close=close)

@@ -45,16 +45,16 @@ class ReusedResponse:
         """
         service = self._service
         try:
-            service.live.check_open()
-            self._permit = await service.admission.admit_reader(
-                self._context.tenant, self._context.charge(self._source)
-            )
+            with service.live.admitting:
+                self._permit = await service.admission.admit_reader(
+                    self._context.tenant, self._context.charge(self._source)
+                )
         except BaseException as exc:
             end_span(self._span, exc)
             if isinstance(exc, TridentError):
                 service.refused(self._context, exc, self._began_s)
             raise
-        service.metrics.in_flight.inc()
+        service.live.add(self)
         return {**self._permit.headers, **service.context_headers(self._context)}
 
     async def read(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
@@ -77,7 +77,7 @@ class ReusedResponse:
         self._closed = True
         self._permit.settle(None)
         service, context = self._service, self._context
-        service.metrics.in_flight.dec()
+        service.live.discard(self)
         if not self._complete and not isinstance(error, TridentError):
             error = Cancelled("the client disconnected")
         seen = error if isinstance(error, TridentError) else None
@@ -108,6 +108,12 @@ class ReusedResponse:
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
         )
+
+    def check(self, now_s: float) -> None:
+        """Nothing: the generation that it reads is checked."""
+
+    def cut(self, error: TridentError) -> None:
+        """Nothing: the generation that it reads is cut, and a stream of another gateway is not read on."""
 
     def _record(self, item: ChoiceDelta) -> None:
         choice, delta = item

@@ -19,7 +19,7 @@ from gateway.config.context import ContextRules
 from gateway.config.hooks import HookRules
 from gateway.config.identity import ExpandedPath, IdentityRules, expanded
 from gateway.config.release import ReleaseRules
-from gateway.config.rules import PoolName, Rules, Seconds
+from gateway.config.rules import PoolName, RedisUrl, Rules, Seconds
 from gateway.config.samples import SampleRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
@@ -192,7 +192,7 @@ class BudgetRules(Rules):
     told, likewise.
     """
 
-    redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$", repr=False)] = ""
+    redis: Annotated[RedisUrl, Field(repr=False)] = ""
     time_zone: Annotated[str, BeforeValidator(check_zone)] = "UTC"
     warn_at: Annotated[float, Field(gt=0, le=1)] = 0.8
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from contract.errors import InvalidArgument
 from gateway.config.policy import PoolRules
-from gateway.config.settings import Settings, replica_source
+from gateway.config.settings import Settings, replica_source, variable
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Pools:
         held = {pool: rule.hold_s for pool, rule in rules.items() if rule.scale_to_zero}
         for pool in rules:
             if pool not in sources:
-                known = ", ".join(name or repr("") for name in sources)
-                problem = f"must have replicas, or be one of {known}"
+                known = ", ".join(filter(None, sources)) or "none"
+                problem = f"must have replicas, or be a pool of {variable('replicas')}, which names {known}"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import ssl
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from clients.wire.connection import TLS
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 from gateway.config.policy import ReasoningFormat, ToolFormat, secret
+from gateway.config.rules import RedisUrl
 
 PREFIX = "TRIDENT_GATEWAY_"
 MAX_BODIES_BYTES = 256 * 1024 * 1024
@@ -163,7 +165,7 @@ class Settings(EnvironmentSettings):
     )
     breaker_failures: Count = Field(5, description="consecutive failures that open a circuit breaker")
     breaker_open_s: Seconds = Field(10.0, description="seconds that a breaker stays open at first")
-    redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$"), Allowed("a URL")] = Field(
+    redis: Annotated[RedisUrl, Allowed("a URL")] = Field(
         "",
         repr=False,
         description="Redis or Valkey (`redis://…`, `rediss://…`, `unix:///PATH`) where the gateways share caps, "
@@ -307,7 +309,7 @@ class Settings(EnvironmentSettings):
         description="file with the token of `/admin/` (docs/fleet.md): for operators, and replicas that register; "
         "unset: no such endpoints",
     )
-    key_store: Annotated[str, Allowed("a path, or redis")] = Field(
+    key_store: Annotated[Literal["", "redis"] | AbsolutePath, Allowed("a path, or redis")] = Field(
         "",
         description="keys that are made by `python -m gateway key` and at /admin/keys (docs/identity.md): a SQLite "
         "file, or `redis` for that of REDIS, which gateways share; unset: none but those of CONFIG and API_KEYS",
@@ -340,7 +342,7 @@ class Settings(EnvironmentSettings):
             raise InvalidArgument(variable("max_bodies_bytes"), problem)
         if self.key_store and (self.key_store == "redis") != bool(self.redis):
             problem = f"must be redis where {variable('redis')} is set, which gateways share, and else a path"
-            raise InvalidArgument(variable("key_store"), f"{problem}, got {self.key_store!r}")
+            raise InvalidArgument(variable("key_store"), f"{problem}, got {str(self.key_store)!r}")
         self.admin_token  # noqa: B018 - is read to be checked
         for where in self.pools.values():
             try:
@@ -389,7 +391,7 @@ class Settings(EnvironmentSettings):
                     raise InvalidArgument(f"{name}_FILE", f"is allowed only without {name}")
                 environ = {**environ, name: secret(f"{name}_FILE", path)}
         served = environ.get("TRIDENT_TOKENIZER", "")
-        if served and Path(served).expanduser().is_file():
+        if served and os.path.isfile(os.path.expanduser(served)):
             environ = {**environ, variable("tokenizer"): environ.get(variable("tokenizer"), "") or served}
         return super().from_environment(environ, **overrides)
 

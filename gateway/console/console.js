@@ -97,6 +97,7 @@ async function follow() {
       const headers = { authorization: `Bearer ${stored("token")}` };
       const response = await fetch("/admin/events", { headers, signal: own.signal, cache: "no-store" });
       if (response.status === 401) return signOut("This token is not the gateway's.");
+      if (response.status === 403) return signOut(await problemOf(response));
       if (!response.ok) throw new Error(await problemOf(response));
       for await (const data of serverSentEvents(response)) {
         if (!shown) {

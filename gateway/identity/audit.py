@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import orjson
 from contract.errors import InvalidArgument
 from gateway.config.settings import variable
 
-REFUSALS_S = 10.0  # in which REFUSALS requests without a role are written at most: anybody can send them
+REFUSALS_S = 10.0  # in which REFUSALS refusals of one caller, or of all unknown ones, are written at most
 REFUSALS = 20
 _LOG = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Audit:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._refused, self._window_s = 0, 0.0
+        self._refused, self._window_s = Counter[str](), 0.0
         try:
             self._write(b"")
         except OSError as exc:
@@ -32,12 +33,12 @@ class Audit:
 
     async def write(self, who: str, role: str, action: str, target: str, result: str, **more: Any) -> None:
         """Write a line. more: fields that are left out where they are empty, such as before, after and request_id."""
-        if role == "none":
+        if role == "none" or result.startswith(("Unauthenticated", "PermissionDenied")):
             now_s = time.monotonic()
             if now_s - self._window_s >= REFUSALS_S:
-                self._refused, self._window_s = 0, now_s
-            self._refused += 1
-            if self._refused > REFUSALS:
+                self._refused, self._window_s = Counter(), now_s
+            self._refused[who] += 1
+            if self._refused[who] > REFUSALS:
                 return
         fields = {"who": who, "role": role, "action": action, "target": target, "result": result}
         fields |= {name: value for name, value in more.items() if value not in (None, "", {}, [])}

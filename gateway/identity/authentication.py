@@ -120,7 +120,7 @@ def stored_keys(
         return None
     if shared_state is not None:
         return StoredKeys(RedisDocuments(shared_state), configuration.member)
-    return StoredKeys(FileDocuments(Path(settings.key_store).expanduser()), configuration.member)
+    return StoredKeys(FileDocuments(Path(settings.key_store)), configuration.member)
 
 
 def bearer_token(header: str) -> str:

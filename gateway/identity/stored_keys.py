@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -132,7 +132,8 @@ class StoredKeys:
             named = [key for key in keys if key.name == name]
             old = [key for key in named if key.active(now_s)]
             if role is not None and old:
-                raise InvalidArgument("name", f"must be new, got {name}, which has an active key; rotate it")
+                problem = f"must be new, got {name}, which has an active key; rotate it; a failed call may have made it"
+                raise InvalidArgument("name", problem)
             if role is None and not old:
                 raise NotFound(f"there is no active key {name}")
             lasts, ends_s = lasts_s, now_s + overlap_s
@@ -206,13 +207,16 @@ class StoredKeys:
                 await self._documents.change("used", later)
                 self._used = {key: used_s for key, used_s in self._used.items() if used_s != used.get(key)}
             self._stale = False
-        except Unavailable as exc:
+        except (Unavailable, AttributeError, KeyError, TypeError, ValueError) as exc:  # all but one: of a document
             if not self._stale:  # once, until they can be read again
-                _LOG.warning("the API keys stay as they were: %s", exc)
+                _LOG.warning("the API keys stay as they were: %s", exc if isinstance(exc, Unavailable) else repr(exc))
             self._stale = True
 
 
 def _parsed(body: bytes) -> tuple[bytes, list[StoredKey]]:
-    """Return the salt and the keys of a document; a new salt for an empty one."""
-    fields: dict[str, Any] = orjson.loads(body) if body else {"salt": secrets.token_hex(16), "keys": []}
-    return bytes.fromhex(fields["salt"]), [StoredKey(**one) for one in fields["keys"]]
+    """Return the salt and the keys of a document, which may have fields of a later version; a new salt for an empty
+    one."""
+    document: dict[str, Any] = orjson.loads(body) if body else {"salt": secrets.token_hex(16), "keys": []}
+    known = {field.name for field in fields(StoredKey)}
+    keys = [StoredKey(**{name: one[name] for name in one.keys() & known}) for one in document["keys"]]
+    return bytes.fromhex(document["salt"]), keys

@@ -377,11 +377,11 @@ class Replicas:
             for pool in self._sets
         }
 
-    def engine(self, pinned: str = "") -> str:
-        """Return the hash of the engine that serves the pool; "" while its ready replicas report different ones."""
+    def engine(self, pinned: str = "", several: str = "") -> str:
+        """Return the hash of the engine of the pool, or ``several`` while its ready replicas report different ones."""
         pools = self._with_candidates(pinned)
         hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
-        return hashes.pop() if len(hashes) == 1 else ""
+        return several if len(hashes) > 1 else "".join(hashes)
 
     def route(
         self,

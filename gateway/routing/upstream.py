@@ -186,6 +186,7 @@ class Upstream:
                 headers=headers,
                 timeout=timeout,
                 read_bufsize=MAX_EVENT_BYTES,
+                allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
                     raise self._refused(answer, await answer.content.read(4096))
@@ -199,9 +200,9 @@ class Upstream:
                     if not isinstance(event, dict) or "error" in event:
                         raise EngineFailed(f"{self.name} failed midway: {_message(data)}")
                     yield event
-        except asyncio.TimeoutError as exc:
-            raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
-        except (aiohttp.ClientError, OSError, ValueError) as exc:
+        except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+            if isinstance(exc, asyncio.TimeoutError) and not isinstance(exc, aiohttp.ServerTimeoutError):
+                raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
             raise Unavailable(f"{self.name} cannot be reached or read: {type(exc).__name__}: {exc}") from exc
 
     def _refused(self, answer: aiohttp.ClientResponse, body: bytes) -> TridentError:

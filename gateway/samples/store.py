@@ -15,16 +15,17 @@ import os
 import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
-from contract.errors import InvalidArgument, Unavailable
+from contract.errors import InvalidArgument, NotFound, Unavailable
 from gateway.config.samples import SampleRules
 from gateway.config.settings import variable
+from gateway.config.tenant import Tenant
 
 KEPT, HELD = "kept", "held"  # HELD: requests that only a later rating keeps
 _DELETED = "deleted"
@@ -116,10 +117,16 @@ class SampleStore:
                 self._write(path, [*samples, line], rules)
         return feedback if added else stored
 
-    def delete(self, tenant: str) -> int:
+    def delete(self, tenant: str, member: Callable[[str, str, str], Tenant | None] | None = None) -> int:
         """Remove all samples and feedback of a tenant, and refuse those of requests that arrived before now; return how
-        many bytes went."""
+        many bytes went.
+
+        member: as Configuration.member, asked where nothing was ever kept. Raises: NotFound if it knows no such team.
+        """
+        org, _, team = tenant.partition("/")
         with self._locked():
+            if member is not None and not self._home(tenant).is_dir() and not (team and member(org, team, "")):
+                raise NotFound(f"{tenant!r:.100} has no samples and is no team of the configuration")
             marker, now_s = self._home(tenant) / _DELETED, time.time()
             marker.parent.mkdir(exist_ok=True, mode=0o700)
             marker.touch()

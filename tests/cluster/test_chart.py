@@ -213,6 +213,21 @@ def variables_of(module):
     return [module.Settings.variable(name) for name in module.Settings.model_fields] + ["HF_TOKEN"]
 
 
+def test_the_scaler_may_tell_the_gateways_what_it_decides():
+    documents = golden("full")
+    (pod,) = [pod for each, pod in pods(documents) if each["metadata"]["name"] == "trident-scaler"]
+    (container,) = pod["spec"]["containers"]
+    variables, mounts = environment(container), {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    (secret,) = [each for each in pod["spec"]["volumes"] if "secret" in each]
+    folder, _, _ = variables["TRIDENT_SCALER_ADMIN_TOKEN_FILE"].rpartition("/")
+    assert mounts[secret["name"]] == folder
+    port = int(variables["TRIDENT_SCALER_CONSOLES"].rpartition(":")[2])
+    policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
+    assert {"port": port} in [to for rule in policies["trident-scaler"]["egress"] for to in rule["ports"]]
+    sources = [rule["from"] for rule in policies["trident-gateway"]["ingress"] if rule["ports"] == [{"port": "http"}]]
+    assert "scaler" in str(sources)
+
+
 def test_the_scaler_accepts_the_rules_of_its_pools(tmp_path):
     (rules,) = [each["data"]["rules.toml"] for each in golden("full") if "rules.toml" in each.get("data", {})]
     (tmp_path / "rules.toml").write_text(rules)

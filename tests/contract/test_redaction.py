@@ -21,7 +21,8 @@ PRIVATE = {
         *("192.168.0.17", "2001:db8:0:0:0:ff00:42:8329", "fe80:0:0:1::8329", "2001:db8::1", "2001:db8::", "::1"),
         *("fe80::1ff:fe23:4567:890a", "64:ff9b::1", "::ffff:192.0.2.1", "::ffff:c000:280", "1:2:3:4:5:6:7::"),
     ],
-    "SECRET": ["sk-" + "a1B2" * 8, "tri-" + "x" * 43, "AKIAIOSFODNN7EXAMPLE", "eyJhbGciOi.eyJzdWIiOi.c2lnbmF0dXJl"],
+    "SECRET": ["sk-" + "a1B2" * 8, "tri-" + "x" * 43, "AKIAIOSFODNN7EXAMPLE", "eyJhbGciOi.eyJzdWIiOi.c2lnbmF0dXJl"]
+    + ["eyJ" + "x5c-" * 1000 + ".eyJzdWIiOi.c2lnbmF0dXJl"],
     "CREDENTIALS": ["user:hunter2"],
     "PRIVATE_KEY": ["-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----"],
 }
@@ -60,6 +61,8 @@ def test_own_patterns_and_the_time_of_hostile_text():
         "1::" * 10_000,
         "ab:" * 10_000,
         "DE12 " * 4000,
+        "eyJ-" * 60_000,
+        "eyJ-" * 100 + "." + "a" * 100_000,
     ):
         redact(text)
     assert time.process_time() - began < 5

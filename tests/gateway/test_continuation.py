@@ -104,6 +104,13 @@ async def test_text_in_front_of_an_error_is_generated_again(monkeypatch):
         generation = await here.generation(requests(max_tokens=12)[0])
         assert "".join([delta.text async for delta in generation]) == "".join(TEXT)
         generation.close()
+    async with FakeReplica(lambda seen: CRASHED) as one, runtime(one.url, continuations=0) as here:
+        generation = await here.generation(requests(max_tokens=12)[0])
+        with pytest.raises(EngineFailed, match="engine process died"):
+            _ = [delta async for delta in generation]
+        generation.close(generation.error)
+        assert here.metric("trident_gateway_continuations_total", result="refused") == 1  # one loss
+        assert generation.request not in here.generations.suspects
 
 
 async def test_a_hung_replica_is_left_after_its_silence():

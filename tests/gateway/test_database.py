@@ -18,6 +18,7 @@ def test_what_was_committed_is_there_after_a_restart_and_a_failed_transaction_is
     database = Database(tmp_path / "deep" / "db", "test database", SCHEMA, 1)
     with database._transaction() as db:
         db.execute("INSERT INTO one VALUES (1)")
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "deep").iterdir())
     with pytest.raises(Unavailable, match="the test database failed"), database._transaction() as db:
         db.execute("INSERT INTO one VALUES (2)")
         db.execute("INSERT INTO one VALUES (1)")

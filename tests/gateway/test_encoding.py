@@ -58,6 +58,18 @@ async def test_a_replica_that_fails_is_replaced_by_another_one():
             assert bad.calls and good.calls
 
 
+async def test_a_replica_that_does_not_answer_is_replaced_by_another_one():
+    async with EncoderReplica() as hung, EncoderReplica() as good:
+        hung.gate.clear()
+        async with gateway(config=config(hung, good), idle_timeout_s=0.2, breaker_failures=1000) as running:
+            for _ in range(60):  # idle replicas are picked at random
+                status, _, answer = await embed(running, "a b")
+                assert status == 200, answer
+                if hung.calls:
+                    break
+            assert hung.calls and good.calls
+
+
 async def test_without_a_healthy_replica_it_is_503_and_a_silent_one_is_504():
     async with EncoderReplica() as replica, gateway(config=config(replica), idle_timeout_s=0.2) as running:
         replica.gate.clear()
@@ -112,6 +124,17 @@ async def test_budgets_are_reserved_by_estimate_and_settled_by_count():
             assert status == 429 and 2 <= spent <= 5 and "tokens" in answer["error"]["message"]
             status, _, answer = await embed(running, [7] * 1001, **key)
             assert status == 400 and answer["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize("text", ["word " * 5000, [7] * 2000], ids=["text", "ids"])
+async def test_what_is_cut_is_not_reserved_and_teaches_nothing(text):
+    limits = "tokens_per_minute = 1000\nburst_tokens = 1000"
+    async with EncoderReplica() as replica:
+        async with gateway(config=config(replica, more=keys(ALICE, limits=limits))) as running:
+            body = {"model": "small", "input": [text], "truncate_prompt_tokens": 16}
+            status, headers, answer = await running.post(EMBEDDINGS, body, authorization=f"Bearer {ALICE}")
+            assert status == 200 and headers["x-ratelimit-remaining-tokens"] == str(1000 - 16), answer
+            assert not running.service.encoding._prompt_tokens._factors
 
 
 async def test_waiting_for_a_slot_is_bounded_as_for_generations():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -52,8 +53,17 @@ def test_keys_are_managed_without_a_gateway(environ, capsys):
     assert asyncio.run(found()) == [True, True]
     assert command(capsys, "revoke", NAME).count('"state": "revoked"') == 2
     assert asyncio.run(found()) == [False, False]
-    actions = [json.loads(line)["action"] for line in (environ / "audit").read_text().splitlines()]
-    assert actions == ["key.create", "key.rotate", "key.revoke"]
+    lines = [json.loads(line) for line in (environ / "audit").read_text().splitlines()]
+    assert [line["action"] for line in lines] == ["key.create", "key.rotate", "key.revoke"]
+    assert [line.get("after") for line in lines] == [{"role": "team_admin"}, {"overlap_s": 5}, None]
+
+
+def test_a_user_without_a_name_is_logged_by_its_number(environ, monkeypatch, capsys):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)  # which has no entry in passwd
+    command(capsys, "create", NAME)
+    assert json.loads((environ / "audit").read_text())["who"] == "command line of uid 987654"
 
 
 def test_no_key_is_made_where_the_audit_log_cannot_be_written(environ, monkeypatch, capsys):

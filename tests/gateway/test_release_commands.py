@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,28 @@ def test_a_gateway_that_is_not_there_is_named(capsys):
             run("shift", "a name", "--to", "5", "--gateway", url)
     with pytest.raises(InvalidArgument, match="--gateway: must be the URL of a gateway's HTTP port, got '127.0.0.1:9'"):
         run("status", "--gateway", "127.0.0.1:9")
+
+
+def test_the_token_goes_to_the_named_gateway_alone(monkeypatch):
+    class Redirecting(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(302)
+            self.send_header("location", "/elsewhere")
+            self.end_headers()
+
+    seen: list[str] = []
+    with http.server.HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        try:
+            with pytest.raises(InvalidArgument, match="refused with 302"):
+                run("status", "--gateway", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert seen == ["/admin/releases"]
 
 
 @pytest.mark.slow

@@ -233,3 +233,31 @@ def test_the_figures_from_before_the_traffic_moved_are_compared_with():
     assert stopped[0].startswith("first_token: 50 of 100")
     releases.change(rules)  # the same start: it stays
     assert releases.current["r"].rolled_back
+
+
+def test_a_candidate_that_fails_long_after_the_traffic_moved_is_rolled_back():
+    now, stopped = [1000.0], []
+    outcomes = PoolOutcomes(lambda: now[0])
+    releases = Releases(outcomes, lambda name, reason: stopped.append(reason))
+    releases.change({"r": ReleaseRules(stable="a", candidate="b", weight=100)})
+    for second in range(700):
+        now[0] += 1
+        counts = outcomes.now("a" if second < 300 else "b")
+        counts.requests += 1
+        counts.errors += second >= 590 and second % 5 == 0
+        releases.check(now[0])
+    assert stopped
+
+
+def test_what_the_candidate_did_before_its_release_is_not_counted():
+    stopped: list[str] = []
+    outcomes = PoolOutcomes(lambda: 1000.0)
+    for pool, errors in (("a", 0), ("b", 60)):
+        outcomes.now(pool).requests, outcomes.now(pool).errors = 100, errors
+    releases = Releases(outcomes, lambda name, reason: stopped.append(reason))
+    releases.change({"r": ReleaseRules(stable="a", candidate="b", weight=50)})
+    releases.check(1000.0)
+    assert not stopped and outcomes.window("b", 300).requests == 0
+    outcomes.now("b").requests, outcomes.now("b").errors = 100, 60
+    releases.check(1005.0)
+    assert stopped

@@ -8,7 +8,7 @@ import time
 import pytest
 from cryptography.fernet import Fernet
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, NotFound
 from gateway import command_line
 from gateway.samples.store import KEPT, SampleStore
 from tests.gateway.samples.test_store import RULES, everything, rating, sample
@@ -42,6 +42,14 @@ def test_samples_are_listed_exported_and_deleted(tmp_path, monkeypatch, capsys):
     (tmp_path / "keys").write_text(key)
     run("export")
     assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setenv("TRIDENT_GATEWAY_CONFIG", str(tmp_path / "gateway.toml"))
+    (tmp_path / "gateway.toml").write_text("[orgs.acme.teams.new]\n")
+    for unknown in ("acme", "acme/none"):
+        with pytest.raises(NotFound, match=f"'{unknown}' has no samples"):
+            run("delete", "--tenant", unknown)
+    run("delete", "--tenant", "acme/new")
+    assert capsys.readouterr().out == "acme/new: 0 bytes deleted\n"
+    (tmp_path / "gateway.toml").write_text("[broken")  # which a deletion of samples does not need
     run("delete", "--tenant", "acme/in")
     assert "bytes deleted" in capsys.readouterr().out
     assert [found["request_id"] for found in store.samples("acme/also")] == ["one"]

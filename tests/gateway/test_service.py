@@ -105,10 +105,11 @@ async def test_keys_decide_who_may_call_and_whether_cache_hits_are_reported(tmp_
 
 
 async def test_without_keys_one_tenant_may_use_all_slots_and_the_whole_queue(tmp_path: Path):
+    """Of each class: what waits in one takes no room of a more urgent one."""
     rules = "[admission]\nmax_running = 4\nmax_waiting_per_class = 7\nmax_waiting_per_tenant = 1"
     async with FakeReplica() as replica, service(replica, tmp_path, rules) as here:
         applied = here.admission.slots("").rules
-        assert (applied.tenant_share, applied.short_reserve, applied.max_waiting_per_tenant) == (1.0, 0.0, 7)
+        assert (applied.tenant_share, applied.short_reserve, applied.max_waiting_per_tenant) == (1.0, 0.0, 70)
 
 
 async def test_a_pool_whose_team_has_tokens_only_serves(tmp_path: Path):

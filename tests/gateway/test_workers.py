@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -280,7 +281,8 @@ async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_
 
     async with FakeReplica(lambda seen: Script((" a",))) as stable, FakeReplica(lambda seen: Script((" a",))) as other:
         where = f"stable={stable.url};next={other.url}"
-        settings = {"ADMIN_TOKEN_FILE": str(token), "CONFIG": str(config), "REPLICAS": where}
+        audit = tmp_path / "audit.jsonl"
+        settings = {"ADMIN_TOKEN_FILE": str(token), "CONFIG": str(config), "REPLICAS": where, "AUDIT_LOG": str(audit)}
         async with process(stable, WORKERS="3", **settings, **QUIET) as (_, url):
             assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(40)))] == [200] * 40
             for _ in range(6):  # each over a connection of its own
@@ -298,6 +300,8 @@ async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_
             await asyncio.gather(*(post(url) for _ in range(20)))
             assert other.counts.started == before
             assert 'rolled_back = "a test"' in config.read_text()
+            recorded = [entry for entry in map(json.loads, audit.read_text().splitlines()) if "reason" in entry]
+            assert [entry["action"] for entry in recorded] == ["release.rollback"]
 
 
 async def test_a_gateway_that_is_stopped_while_its_workers_start_ends_without_a_complaint():

@@ -58,6 +58,8 @@ def test_tls_needs_both_files_and_both_must_exist(tmp_path):
     cert.touch()
     with pytest.raises(InvalidArgument, match="TRIDENT_TLS_KEY: must be set together with TRIDENT_TLS_CERT"):
         Settings.from_environment({"TRIDENT_TLS_CERT": str(cert)})
+    with pytest.raises(InvalidArgument, match="TRIDENT_REGISTER_CA: must be a certificate in PEM, got"):
+        Settings.from_environment({"TRIDENT_REGISTER_CA": str(cert)})
     with pytest.raises(InvalidArgument, match=r"TRIDENT_TLS_KEY: must be a PEM file, got .*key\.pem"):
         Settings.from_environment({"TRIDENT_TLS_CERT": str(cert), "TRIDENT_TLS_KEY": str(tmp_path / "key.pem")})
 

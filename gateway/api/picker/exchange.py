@@ -83,6 +83,7 @@ class Exchange:
             self._lease.release()
         if self.pick is not None:  # Envoy says nothing of a response's end where it sends no bodies
             self.pick.close(self._answered and not self._sees_response)
+            self._code = self.pick.error.grpc_status if self.pick.error is not None else "OK"
         operation = self._context.operation if self._context is not None else "text_completion"
         self._service.metrics.requests.labels("ext_proc", operation, self._code).inc()
 
@@ -169,6 +170,5 @@ class Exchange:
             pick.told(messages.headers_of(message.response_trailers.trailers))
             answers = [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
         if ends:
-            self._code = pick.error.grpc_status if pick.error is not None else "OK"
             pick.close(complete=True)
         return answers

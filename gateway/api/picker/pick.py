@@ -148,7 +148,7 @@ class Pick:
             return
         self._closed = True
         error = self.error or (self._usage.error if self._usage is not None else None)
-        error = error or (None if complete else Cancelled("the caller went away"))
+        self.error = error = error or (None if complete else Cancelled("the caller went away"))
         usage, replica = self._used(complete), self._replica
         self._service.live.discard(self)
         self._release()

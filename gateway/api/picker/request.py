@@ -76,8 +76,14 @@ def read(headers: Mapping[str, str], body: bytes, settings: Settings, timeout_s:
     model = (path and path["model"]) or fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidArgument("model", f"must be the name of a model, got {model!r:.100}")
-    name = next((name for name in _PROMPTS if fields.get(name) is not None), "prompt")
+    if form == TRITON:
+        kserve.check_adapter_number(fields.get("lora_task_id"))
+        model = kserve.named(model, fields.get("lora_name") or "")
+    sent = [name for name in _PROMPTS if not isinstance(fields.get(name), dict | None) and fields[name] != []]
+    name = sent[0] if sent else "prompt"
     given: Any = kserve.chat(str(fields[name])) if (form, name) == (TRITON, "messages") else fields.get(name)
+    if not sent and (isinstance(given, dict) or fields.get("previous_response_id")):  # stored at the endpoint
+        name, given = "input" if operation_of(headers) == "responses" else "messages", ""
     several = isinstance(given, list) and len(given) > 0 and isinstance(given[0], str | list)
     prompts = [_prompt(name, each) for each in (given if several else [given])]  # choices share them: each counts once
     choices = _integer(fields, "n", 1) * len(prompts)
@@ -116,7 +122,8 @@ def _read_grpc(body: bytes, timeout_s: float) -> PickRequest | None:
         data = message.SerializeToString()
         return FRAME.pack(0, len(data)) + data + body[end:]
 
-    return PickRequest(message.model_name, (kserve.read(message, timeout_s),), shortened)
+    sent = kserve.read(message, timeout_s)
+    return PickRequest(kserve.named(message.model_name, sent.adapter), (sent,), shortened)
 
 
 def _path(headers: Mapping[str, str]) -> str:

@@ -61,6 +61,17 @@ def test_what_is_no_response_is_the_servers_failure(data):
 
 
 @settings(max_examples=25)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), rows=st.integers(1, 8), size=st.integers(1, 99))
+def test_every_row_of_ids_is_in_one_call_within_the_bounds_as_it_is_filled_up(lengths, rows, size):
+    ids = tuple((1,) * length for length in lengths)
+    slices = encoder_call.batches(Rows(ids=ids), rows, size)
+    assert [row for one in slices for row in ids[one]] == list(ids)
+    for one in slices:
+        sent = parsed(Rows(ids=ids[one])).raw_input_contents[0]
+        assert len(ids[one]) == 1 or len(sent) <= size
+
+
+@settings(max_examples=25)
 @given(texts=st.lists(st.text(max_size=9), min_size=1, max_size=12), rows=st.integers(1, 8), size=st.integers(1, 40))
 def test_every_row_is_in_one_batch_within_the_bounds(texts, rows, size):
     slices = encoder_call.batches(Rows(tuple(texts)), rows, size)

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from contract.errors import InvalidArgument, Unavailable
+from gateway.admission import budget_store
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.config.tenant import Level, Limits
 
@@ -287,6 +288,36 @@ async def test_a_redis_that_hangs_or_is_away_for_seconds_leaves_no_tokens_reserv
         await redis.aclose()
         server.kill()
         await server.wait()
+
+
+async def test_while_redis_hangs_only_one_reservation_after_another_waits_for_it(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_store, "_AWAY_S", 3600.0)
+    redis = connect(f"unix://{redis_socket}", timeout_s=0.2)
+    store = RedisStore(redis, lambda: 1000.0)
+    try:
+        await redis.flushall()
+        await redis.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
+        waiting = asyncio.create_task(store.reserve(_levels(), 1))
+        with pytest.raises(Unavailable, match="budget store"):
+            await waiting
+        tries, run = [], store._run
+        store._run = lambda **call: tries.append(call) or run(**call)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="budget store"):
+                await store.reserve(_levels(), 1)
+        assert not [call for call in tries if call["args"][3] == 0]  # settlements are tried again
+        store._away_until_s = 1e-9  # the pause is over
+        ends = await asyncio.gather(*(store.reserve(_levels(), 1) for _ in range(3)), return_exceptions=True)
+        assert {type(end) for end in ends} == {Unavailable}
+        assert len([call for call in tries if call["args"][3] == 0]) == 1
+        await redis.execute_command("CLIENT", "UNPAUSE")
+        await store.aclose()  # a settlement that is answered ends the pause
+        assert (await store.reserve(_levels(), 1)).granted
+    finally:
+        await store.aclose()
+        await redis.aclose()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.admission.degradation import Degraded, Stage, degrade, stage_at
+from gateway.admission.degradation import Stage, degraded, shortened, stage_at
 from gateway.config.policy import DegradationRules
 
 REQUEST = GenerationRequest("Hello", max_tokens=1000)
@@ -36,26 +36,25 @@ def test_more_pressure_never_gives_up_less(one: float, other: float) -> None:
 
 
 def test_answers_are_shortened_and_it_is_said() -> None:
-    lowered = degrade(REQUEST, Stage.SHORTER, DegradationRules(max_tokens=64))
-    assert (lowered.request.max_tokens, lowered.note) == (64, "max_tokens=64")
+    assert degraded(REQUEST, DegradationRules(max_tokens=64)).max_tokens == 64
     assert REQUEST.max_tokens == 1000
 
 
 def test_what_asks_for_less_is_left_alone() -> None:
     original = GenerationRequest("Hello", max_tokens=10)
-    assert degrade(original, Stage.SHORTER, DegradationRules()) == Degraded(original)
+    assert degraded(original, DegradationRules()) is original
 
 
 def test_a_continued_stream_keeps_the_limit_that_it_began_with() -> None:
     original = GenerationRequest("Hello", max_tokens=1000, continue_ids=(1,))
-    assert degrade(original, Stage.SHORTER, DegradationRules()) == Degraded(original)
+    assert degraded(original, DegradationRules()) is original
 
 
 def test_a_promised_minimum_is_kept() -> None:
     original = GenerationRequest("Hello", max_tokens=1000, sampling=SamplingParams(min_tokens=300))
-    assert degrade(original, Stage.SHORTER, DegradationRules(max_tokens=64)).request.max_tokens == 300
+    assert degraded(original, DegradationRules(max_tokens=64)).max_tokens == 300
 
 
-def test_overflow_names_its_target() -> None:
-    lowered = degrade(REQUEST, Stage.OVERFLOW, DegradationRules(overflow="small"))
-    assert lowered == Degraded(REQUEST, "small", "overflow=small")
+def test_a_cap_counts_what_is_continued() -> None:
+    original = GenerationRequest("Hello", max_tokens=1000, continue_ids=(1, 2, 3))
+    assert [shortened(original, most).max_tokens for most in (2, 5)] == [3, 5]

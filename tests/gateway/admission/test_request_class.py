@@ -123,6 +123,15 @@ async def test_a_class_bounds_tokens_wait_and_slots_and_counts_its_objectives() 
         assert seen[0].parameters["request_priority"] < seen[-1].parameters["request_priority"]
 
 
+@pytest.mark.parametrize("more", [{"min_tokens": 5}, {"continue_ids": [1]}])
+async def test_the_cap_of_a_class_holds_whatever_the_request_asks_for(more: dict[str, object]) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 5, "temperature": 0, **more}
+    async with FakeReplica() as replica, gateway(replica, config=CONFIG) as running:
+        status, headers, _ = await running.post("/v1/completions", body)
+        assert status == 200 and headers["x-trident-degraded"] == "max_tokens=2"
+        assert replica.seen[-1].value("max_tokens") == 2
+
+
 async def test_objectives_are_counted_by_class_and_the_class_is_grpc_metadata_too() -> None:
     def script(request: SeenRequest) -> Script:
         return Script((" t",) * 3, first_token_s=0.0)

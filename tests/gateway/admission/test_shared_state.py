@@ -195,6 +195,27 @@ async def test_a_caller_that_leaves_while_it_waits_leaves_nothing(redis_socket: 
         assert await made[0][1].acquire(capped(2), 1, 2)
 
 
+async def test_requests_do_not_wait_one_behind_the_other_for_a_slow_redis(redis_socket: Path, monkeypatch):
+    async with gateways(1, redis_socket) as ((state, caps),):
+        await until(lambda: not state._writing.locked())
+        monkeypatch.setattr(shared_state, "TIMEOUT_S", 0.02)
+        written, write = [], state._write
+
+        async def slow(more):
+            written.append(more)
+            await asyncio.sleep(0.05)
+            return await write(more)
+
+        monkeypatch.setattr(state, "_write", slow)
+        slots = await asyncio.gather(*(caps.acquire(capped(100), 1) for _ in range(12)))
+        assert len([more for more in written if any(count for count, _ in more.values())]) < 4
+        with pytest.raises(Overloaded, match="has 12"):
+            await caps.acquire(capped(12), 1)
+        for slot in slots:
+            slot.release()
+        await until(lambda: not any(state._held.values()) and not state._released)
+
+
 async def test_others_learn_of_a_replica_whose_breaker_opened(redis_socket: Path):
     async with gateways(2, redis_socket) as ((one, _), (other, _)):
         heard: list[str] = []

@@ -94,6 +94,17 @@ async def test_events_tell_the_state_once_a_second_to_operators_only(token_file,
                     await asyncio.wait_for(answer.read(), 30)
 
 
+async def test_events_end_once_their_token_holds_no_more(token_file, monkeypatch):
+    monkeypatch.setattr(console, "PERIOD_S", 0.02)
+    async with gateway(admin_token_file=token_file, replicas="registered") as running:
+        async with aiohttp.ClientSession(headers=KEY) as session:
+            async with session.get(f"{running.base_url}/admin/events") as answer:
+                await next_event(answer)
+                token_file.write_text("another-token-16")
+                await asyncio.wait_for(answer.read(), 20)
+                assert (await get(running, "/admin/events", **KEY))[0] == 401
+
+
 async def test_more_pages_than_allowed_are_refused(token_file, monkeypatch):
     monkeypatch.setattr(console, "MAX_READERS", 1)
     async with gateway(admin_token_file=token_file, replicas="registered") as running:

@@ -317,12 +317,16 @@ async def test_keys_are_asked_for():
                 raise Unauthenticated("no such key")
             return Tenant("acme")
 
-    async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
+    async with FakeReplica() as replica, gateway(replica, keys=Keys(), header_timeout_s=0.5) as running:
         async with ours(running) as client:
             with pytest.raises(Unauthenticated):
                 await client.generate("x").complete()
         async with ours(running, api_key="right") as client:
             assert (await client.generate("one", max_tokens=1).complete()).text == " one"
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+            assert await asyncio.wait_for(call.code(), 20) == grpc.StatusCode.UNAUTHENTICATED  # without any request
+        assert (await running.metrics())[CODE % "UNAUTHENTICATED"] == 2
 
 
 async def test_questions_about_server_and_model_are_answered():
@@ -491,26 +495,6 @@ def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
 
 
 @pytest.mark.parametrize("inline", [True, False])
-def test_the_adapter_in_the_models_name_becomes_an_input(inline: bool):
-    request = service_pb2.ModelInferRequest(model_name="ensemble:poet")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
-    if inline:
-        request.inputs[0].contents.bytes_contents.append(b"hello")
-    else:
-        request.raw_input_contents.append(struct.pack("<I", 5) + b"hello")
-    before = request.SerializeToString()
-    kserve.set_adapter(request, "")
-    assert request.SerializeToString() == before
-    kserve.set_adapter(request, "poet")
-    names = {tensor.name: index for index, tensor in enumerate(request.inputs)}
-    assert (
-        kserve._texts(request, "lora_name", names) == "poet" and kserve._texts(request, "text_input", names) == "hello"
-    )
-    with pytest.raises(InvalidArgument, match="lora_name: must be left out beside a model with an adapter"):
-        kserve.set_adapter(request, "lawyer")
-
-
-@pytest.mark.parametrize("inline", [True, False])
 def test_a_prompt_of_ids_is_read_for_admission(inline: bool):
     request = service_pb2.ModelInferRequest(model_name="ensemble")
     request.inputs.add(name="input_ids", datatype="INT32", shape=[1, 3])
@@ -617,6 +601,18 @@ async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
 async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
     async with FakeReplica(lambda seen: Script(refuse=EngineFailed("no"))) as replica, gateway(replica) as running:
         await send_requests(running, {"inputs": inputs("x", 2)})
+        assert (await counted(running))[CODE % "INTERNAL"] == 1
+
+
+@pytest.mark.parametrize(("outputs", "errors"), [(["text_output"], 1), (["text_output", "error_message"], 0)])
+async def test_an_error_behind_text_is_sent_once(outputs: list[str], errors: int):
+    script = Script(error=EngineFailed("no"))
+    order = range(len(tensors.ENSEMBLE_OUTPUTS))
+    message = content("r1", "ensemble", 0, [" a"], FinishReason.ERROR, script, order, 3, True)
+    async with Broken(message) as replica, gateway(replica, continuations=0) as running:
+        requested = [InferRequestedOutput(name) for name in outputs]
+        seen = await send_requests(running, {"inputs": inputs("x", 2), "outputs": requested})
+        assert seen[0] == ("r1", " a") and len(seen[1:]) == errors
         assert (await counted(running))[CODE % "INTERNAL"] == 1
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from contract.errors import InvalidArgument
 from gateway.admission.body_budget import BodyBudget
 from gateway.api import request_body
 from gateway.api.request_body import BodyTooLarge
@@ -47,6 +48,12 @@ async def test_a_body_that_is_declared_or_becomes_too_large_is_rejected() -> Non
         await read(length=11)
     with pytest.raises(BodyTooLarge):
         await read(part(b"x" * 6), part(b"x" * 5))
+
+
+async def test_a_compressed_body_is_refused_by_its_header() -> None:
+    request = Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receiver())
+    with BodyBudget(1000, 10).lease("a") as lease, pytest.raises(InvalidArgument, match="content-encoding: must be"):
+        await request_body.read(request, lease, 10, 1.0)
 
 
 async def test_a_body_that_does_not_arrive_times_out_and_a_disconnect_is_raised() -> None:

@@ -28,6 +28,12 @@ class Context:
         finally:
             self.busy = False
 
+    async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        await self.write(metadata[0][1].encode())
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        pass
+
 
 @given(left=st.sets(st.integers(0, 9)), after=st.integers(0, 12))
 def test_responses_are_written_one_at_a_time_in_order_whoever_leaves(left: set[int], after: int) -> None:
@@ -48,6 +54,15 @@ def test_responses_are_written_one_at_a_time_in_order_whoever_leaves(left: set[i
         assert context.written[-1] == b"last"
 
     asyncio.run(run())
+
+
+async def test_a_response_waits_for_the_metadata_of_another_request() -> None:
+    context = Context()
+    writer = ResponseWriter(cast(Any, context), 1.0)
+    await asyncio.gather(
+        writer.send_metadata({"name": "metadata"}), writer.write(b"response"), writer.send_metadata({"name": "late"})
+    )
+    assert context.written == [b"metadata", b"response"]
 
 
 async def test_a_client_that_reads_nothing_ends_the_stream() -> None:

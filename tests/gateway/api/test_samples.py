@@ -72,6 +72,12 @@ async def test_operators_see_sizes_and_delete_and_callers_do_not(tmp_path):
             assert (await call(method, "wrong", "?tenant=acme/in"))[0] == 401
         status, problem = await call("DELETE", TOKEN)
         assert status == 400 and problem["error"]["param"] == "tenant"
+        for name in ("acme", "acme/none", "acme/in/k"):
+            status, problem = await call("DELETE", TOKEN, f"?tenant={name}")
+            assert status == 404 and name in problem["error"]["message"]
+        assert store.tenants() == ["acme/also", "acme/in"]
+        status, answer = await call("DELETE", TOKEN, "?tenant=acme/out")  # no sample yet, one may be on its way
+        assert status == 200 and answer["deleted_bytes"] == 0 and "acme/out" in store.tenants()
         status, answer = await call("DELETE", TOKEN, "?tenant=acme/in")
         assert status == 200 and answer["deleted_bytes"] > 0
         left = everything(tmp_path / "samples")

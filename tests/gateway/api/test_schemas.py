@@ -176,6 +176,11 @@ def test_no_body_raises_anything_but_invalid_argument(data: bytes) -> None:
             schemas.parse(kind, data, SETTINGS)
 
 
+def test_a_body_in_another_encoding_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="JSON in UTF-8: 'utf-8' codec"):
+        schemas.fields_of('{"a": "é"}'.encode("latin-1"))
+
+
 def test_a_strange_name_is_shortened() -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**{"x\n" * 1000: 1})

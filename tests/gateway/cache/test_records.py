@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.errors import Overloaded
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
-from gateway.cache import records
-from gateway.cache.records import Head, Record, Records, decode, encode, seeded, unfinished
+from gateway.admission.shared_state import Away, SharedState
+from gateway.cache import records, reuse
+from gateway.cache.records import Head, Record, Records, SharedAnswers, decode, encode, seeded, unfinished
 from gateway.choices import ChoiceDelta
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.cache.test_reuse import as_
@@ -202,6 +204,248 @@ async def test_a_redis_that_comes_back_empty_ends_no_stream(redis_socket: Path):
         status, whole = await running
         assert status == 200 and whole.count(b"\n\n") == TOKENS + 2 and b"error" not in whole
         assert (await read(two.base_url, "k"))[0] == 200 and replica.counts.started == 2
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_redis_that_lost_items_of_a_stream_gets_no_wrong_ones(redis_socket: Path, left: int):
+    state = SharedState(f"unix://{redis_socket}")
+    await state.redis.flushall()
+    made = Records(state, 60.0, lambda: False)
+    record = made.record("t", "k", "digest")
+    assert await record.claim() == "new"
+
+    async def four() -> AsyncIterator[ChoiceDelta]:
+        for number in range(4):
+            if number == 3:
+                await state.redis.rpop(record.keys[1], 3 - left)
+            yield ChoiceDelta(0, TokenDelta(str(number), (number,)))
+
+    assert len([item async for item in record.generate(four())]) == 4
+    reader = made.record("t", "k", "digest")
+    found = await reader.read()
+    assert found is not None and not found[1] and not record.owned
+    assert len(reader.items) == left
+    await made.aclose()
+    await state.close()
+
+
+async def test_the_end_of_a_stream_is_written_when_redis_is_back(redis_socket: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "RENEW_S", 0.05)
+    state = SharedState(f"unix://{redis_socket}")
+    await state.redis.flushall()
+    made = Records(state, 60.0, lambda: False)
+    record, reader = made.record("t", "k", "digest"), made.record("t", "k", "digest")
+    await record.claim()
+
+    async def four() -> AsyncIterator[ChoiceDelta]:
+        for number in range(4):
+            yield ChoiceDelta(0, TokenDelta(str(number), (number,)))
+            if number == 1:
+                state._away_until_s = time.monotonic() + 600
+
+    assert len([item async for item in record.generate(four())]) == 4
+    record.leave()
+    state._away_until_s = 0.0
+    await until(lambda: not record.owned and not made.owned)
+    assert await reader.read() == (None, True, False) and len(reader.items) == 4
+    assert 0 < await state.redis.pttl(record.keys[0]) <= 60_000
+    await made.aclose()
+    await state.close()
+
+
+async def test_the_end_of_a_stream_is_given_up_after_the_time_it_would_be_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "RENEW_S", 0.02)
+    state = SharedState("redis://127.0.0.1:1")
+    made = Records(state, 0.1, lambda: False)
+    record = made.record("t", "k", "digest")
+    record.owned = True
+    made.own(record)
+
+    async def one() -> AsyncIterator[ChoiceDelta]:
+        yield ChoiceDelta(0, TokenDelta("a", (1,)))
+
+    assert [item async for item in record.generate(one())]
+    await until(lambda: not record.owned and not made.owned)
+    await made.aclose()
+    await state.close()
+
+
+@contextlib.asynccontextmanager
+async def half_a_stream(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple]:
+    """Two gateways, the first one in the middle of a stream."""
+    monkeypatch.setattr(records, "LEASE_S", 0.3)
+    gate = asyncio.Event()
+    waits, config = dataclasses.replace(script(0.0), gate=gate, gate_at=12), "[reuse]\nidempotency_linger_s = 0.01\n"
+    async with (
+        FakeReplica(lambda seen: script(0.0) if "continue_ids" in seen.inputs else waits) as replica,
+        pair(replica, path, config=config) as (one, two),
+    ):
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: replica.counts.running == 1)
+        await asyncio.sleep(0.2)
+        yield one, two
+        gate.set()
+        await running
+
+
+def stand_still(one) -> None:
+    one.service.shared_state._away_until_s = time.monotonic() + 600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [{}, {"Last_Event_ID": "2"}])
+async def test_a_stream_whose_taking_over_fails_is_left_for_the_next_attempt(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch, start: dict[str, str]
+):
+    taken: list[Record] = []
+
+    async def away(record: Record) -> None:
+        taken.append(record)
+        raise Away
+
+    async with half_a_stream(redis_socket, monkeypatch) as (one, two):
+        stand_still(one)
+        await asyncio.sleep(0.4)
+        with monkeypatch.context() as patch:
+            patch.setattr(Record, "read", away)
+            assert (await read(two.base_url, "k", **start))[0] == 503
+        assert taken and not taken[0].owned and not taken[0].records.owned
+        status, whole = await asyncio.wait_for(read(two.base_url, "k", **start), 30)
+        assert status == 200 and whole.endswith(b"data: [DONE]\n\n") and b"error" not in whole
+
+
+@pytest.mark.slow
+async def test_a_reader_that_leaves_just_after_it_took_a_stream_over_leaves_it_to_others(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch
+):
+    claimed, claim = asyncio.get_running_loop().create_future(), Record.claim
+
+    async def told(record: Record) -> str:
+        state = await claim(record)
+        if state == "lost" and not claimed.done():
+            claimed.set_result(record)
+        return state
+
+    async with half_a_stream(redis_socket, monkeypatch) as (one, two):
+        monkeypatch.setattr(Record, "claim", told)
+        monkeypatch.setattr(reuse, "POLL_S", 2.0)  # the pause after the claim, in which the reader leaves
+        following = asyncio.create_task(read(two.base_url, "k"))
+        await until(lambda: two.service.metrics.in_flight._value.get() == 1)
+        stand_still(one)
+        record = await asyncio.wait_for(claimed, 30)
+        following.cancel()
+        monkeypatch.setattr(reuse, "POLL_S", 0.05)
+        await until(lambda: not two.service.metrics.in_flight._value.get())
+        assert not record.owned and not record.records.owned
+        status, whole = await asyncio.wait_for(read(two.base_url, "k"), 30)
+        assert status == 200 and whole.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.slow
+async def test_a_draining_gateway_waits_for_readers_of_other_gateways_streams(redis_socket: Path):
+    async with FakeReplica(lambda seen: script(0.03)) as replica, pair(replica, redis_socket) as (one, two):
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: replica.counts.running == 1)
+        following = asyncio.create_task(read(two.base_url, "k"))
+        await until(lambda: two.service.metrics.in_flight._value.get() == 1)
+        assert await two.service.drain(60.0) == 0
+        assert replica.counts.running == 0
+        assert await following == await running
+
+
+@pytest.mark.slow
+async def test_a_drain_that_is_over_ends_readers_of_other_gateways_streams(redis_socket: Path):
+    gate = asyncio.Event()
+    waits = dataclasses.replace(script(), gate=gate, gate_at=12)
+    async with FakeReplica(lambda seen: waits) as replica, pair(replica, redis_socket) as (one, two):
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: replica.counts.running == 1)
+        following = asyncio.create_task(read(two.base_url, "k"))
+        await until(lambda: two.service.metrics.in_flight._value.get() == 1)
+        assert await two.service.drain(0.0) == 1
+        assert b"the gateway is stopping" in (await asyncio.wait_for(following, 30))[1]
+        gate.set()
+        assert (await running)[1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_answers_are_shared_by_gateways_that_keep_them_equally_long(redis_socket: Path):
+    state = SharedState(f"unix://{redis_socket}")
+    await state.redis.flushall()
+    answer = (TokenDelta("a", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1)),)
+    await SharedAnswers(state, 600.0).put("key", answer)
+    assert await SharedAnswers(state, 600.0).get("key", 60.0) == answer
+    assert await SharedAnswers(state, 60.0).get("key", 60.0) is None  # its age is not known there
+    await state.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [{}, {"Last_Event_ID": "2"}])
+async def test_a_stream_of_a_pool_with_two_engines_is_not_taken_over(redis_socket: Path, monkeypatch, start):
+    monkeypatch.setattr(records, "LEASE_S", 0.3)
+    gate = asyncio.Event()
+    plays = iter([dataclasses.replace(script(0.0), gate=gate, gate_at=12), script(0.0)])
+    shared = {"redis": f"unix://{redis_socket}", "continuations": 2}
+    async with (
+        FakeReplica(lambda seen: next(plays), engine="a" * 64) as old,
+        FakeReplica(lambda seen: next(plays), engine="b" * 64) as new,
+        gateway(old, new, **shared) as one,
+        gateway(old, new, **shared) as two,
+    ):
+        await one.service.shared_state.redis.flushall()
+        for each in (one, two):
+            await until(lambda each=each: each.service.replicas.engine("", "several") == "several")
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: old.counts.running + new.counts.running == 1)
+        await asyncio.sleep(0.2)
+        stand_still(one)
+        await asyncio.sleep(0.4)
+        status, body = await read(two.base_url, "k", **start)
+        if start:
+            assert status == 503 and b"no other can go on with it exactly" in body
+            status, body = await read(two.base_url, "k")
+        assert status == 200 and body.count(b"\n\n") == TOKENS + 2
+        assert await read(two.base_url, "k") == (200, body)
+        assert not any("continue_ids" in seen.inputs for seen in old.seen + new.seen)
+        gate.set()
+        await running
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_taken_over_twice_is_charged_once(redis_socket: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "LEASE_S", 0.3)
+    gate, whole = asyncio.Event(), script(0.0)
+    plays = iter([whole, *(dataclasses.replace(whole, gate=gate, gate_at=at) for at in (12, 18)), whole])
+    config = keys(ALICE, limits="tokens_per_minute = 1000000") + f'[budgets]\nredis = "unix://{redis_socket}"\n'
+    body = BODY | {"n": 2, "stream": False, "stream_options": None}
+    async with (
+        FakeReplica(lambda seen: next(plays)) as replica,
+        pair(replica, redis_socket, config=config) as (one, two),
+        gateway(replica, redis=f"unix://{redis_socket}", continuations=2, config=config) as three,
+    ):
+        redis, reservations, charged, running = three.service.shared_state.redis, [], [], []
+        for number, standing in enumerate((one, two)):
+            standing.service.admission.on_charged = charged.append
+            running.append(asyncio.create_task(standing.post(PATH, body, idempotency_key="k", **as_(ALICE))))
+            await until(lambda number=number: len(replica.seen) == 2 + number and replica.counts.finished)
+            await asyncio.sleep(0.2)
+            (name,) = [name for name in await redis.keys("trident:stream:*") if not name.endswith(b"items")]
+            reservations.append(Head.decode(await redis.hget(name, "head")).reservation.id)
+            stand_still(standing)
+        three.service.admission.on_charged = charged.append
+        await asyncio.sleep(0.4)
+        with monkeypatch.context() as patch:
+            patch.setattr(three.service, "choices", refuse)
+            assert (await three.post(PATH, body, idempotency_key="k", **as_(ALICE)))[0] == 429
+        status, _, answer = await three.post(PATH, body, idempotency_key="k", **as_(ALICE))
+        assert status == 200 and answer["usage"]["completion_tokens"] == 2 * TOKENS
+        assert [record.completion_tokens for record in charged] == [TOKENS, TOKENS]
+        assert len(set(reservations)) == 2  # the one of the second gateway is known to the third
+        gate.set()
+        await asyncio.gather(*running)
+
+
+async def refuse(*_) -> None:
+    raise Overloaded("full")
 
 
 @pytest.mark.slow

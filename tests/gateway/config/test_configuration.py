@@ -99,6 +99,7 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
             "x.api_key: the environment has no",
         ),
         ("[budgets]\nredis = 'localhost'", "budgets.redis: string should match"),
+        ("[budgets]\nredis = 'redis://h:99999'", "budgets.redis: must be a URL such as redis://HOST:PORT/0"),
         ("[shadow]\nfraction = 0.1", "shadow.pool: is missing"),
         ("[prices]\nreplica_hour = true", "prices.replica_hour: input should be a valid number"),
         ("[reuse", "cannot be read as TOML"),

@@ -58,7 +58,7 @@ def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("[pools]\nold = 5\nstable = 1\ncanary = 1", "pools.old: must have replicas, or be one of stable, canary"),
+    ("[pools]\nold = 5\nstable = 1\ncanary = 1", "of TRIDENT_GATEWAY_REPLICAS, which names stable, canary"),
     ("[pools]\ncanary = 5", "pools.stable: has no weight while canary has one"),
     ("[pools]\nstable = 0\ncanary = 0", "pools: all weights are 0"),
     ("[pools]\nstable = -1\ncanary = 1", "pools.stable.weight: input should be greater than or equal to 0"),

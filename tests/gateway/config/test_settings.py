@@ -72,6 +72,19 @@ def test_a_secret_is_not_repeated():
     assert caught.value.field == "TRIDENT_GATEWAY_SEMANTIC_API_KEY" and "hush" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["redis://hush:abc", "redis://:hush@h:99999", "redis://[::hush", "redis://:hu/sh@h:1"])
+def test_a_redis_url_that_cannot_be_read_is_refused_and_not_repeated(url: str):
+    with pytest.raises(InvalidArgument, match="^TRIDENT_GATEWAY_REDIS: must be a URL such as redis://") as caught:
+        Settings.from_environment({"TRIDENT_GATEWAY_REDIS": url})
+    assert "hu" not in str(caught.value)
+
+
+def test_a_home_of_no_user_is_no_path():
+    with pytest.raises(InvalidArgument, match="^TRIDENT_GATEWAY_KEY_STORE: must be a path, or redis, got '~no-user/k'"):
+        Settings.from_environment({"TRIDENT_GATEWAY_KEY_STORE": "~no-user/k"})
+    assert Settings.from_environment({"TRIDENT_TOKENIZER": "~no-user/tokenizer.json"}).tokenizer is None
+
+
 def test_a_certificate_that_is_none_is_refused_before_anything_starts():
     for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
         own = {cert: Path(__file__), key: Path(__file__)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import orjson
 import pytest
@@ -30,13 +31,15 @@ async def test_lines_of_several_writers_are_whole_and_say_what_there_is(tmp_path
     assert len(path.read_bytes().splitlines()) == 1
 
 
-async def test_strangers_cannot_fill_the_log(tmp_path, monkeypatch):
+async def test_callers_who_are_refused_cannot_fill_the_log(tmp_path, monkeypatch):
     path = tmp_path / "audit.jsonl"
     log = Audit(path)
     for _ in range(3 * audit.REFUSALS):
         await log.write("", "none", "GET /admin/keys", "", "Unauthenticated")
-    await log.write("boss", "operator", "reload", "f", "ok")
-    assert len(path.read_bytes().splitlines()) == audit.REFUSALS + 1
+        await log.write("key a/b/c", "caller", "GET /admin/keys", "", "PermissionDenied: only operators may do this")
+        await log.write("boss", "operator", "reload", "f", "ok")
+    who = [orjson.loads(line)["who"] for line in path.read_bytes().splitlines()]
+    assert Counter(who) == {"": audit.REFUSALS, "key a/b/c": audit.REFUSALS, "boss": 3 * audit.REFUSALS}
 
 
 def test_a_file_that_cannot_be_written_stops_the_gateway(tmp_path):

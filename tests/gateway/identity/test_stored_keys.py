@@ -115,6 +115,30 @@ async def test_when_keys_were_used_outlives_an_outage_and_their_revocation(clock
         assert not keys._used
 
 
+async def test_a_field_of_a_later_version_is_left_out(clock):
+    documents = Memory()
+    async with started(documents, clock) as keys:
+        made = await keys.make(ALICE, "a", "caller", None)
+        documents.bodies["keys"] = documents.bodies["keys"].replace(b'"role"', b'"later":[1],"role"')
+        await keys._step()
+        await keys.revoke(made["id"])
+        assert keys.find(made["key"]) is None
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"salt":"zz","keys":[]}', b'{"salt":"","keys":[{}]}'])
+async def test_a_document_that_cannot_be_read_leaves_the_keys_as_they_were(clock, monkeypatch, caplog, body):
+    monkeypatch.setattr(stored_keys, "POLL_S", 0.001)
+    documents = Memory()
+    async with started(documents, clock) as keys:
+        made = await keys.make(ALICE, "a", "caller", None)
+        good, documents.bodies["keys"] = documents.bodies["keys"], body
+        await until(lambda: keys._stale)
+        assert keys.find(made["key"]) and caplog.text.count("the API keys stay as they were") == 1
+        documents.bodies["keys"] = good
+        await until(lambda: not keys._stale)
+        await keys.revoke(made["id"])
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -129,7 +153,7 @@ async def test_names_are_of_teams_of_the_file(clock, name, problem):
         with pytest.raises(InvalidArgument, match=problem):
             await keys.make(name, "a", "caller", None)
         await keys.make(ALICE, "a", "caller", None)
-        with pytest.raises(InvalidArgument, match="which has an active key; rotate it"):
+        with pytest.raises(InvalidArgument, match="which has an active key; rotate it; a failed call may have made it"):
             await keys.make(ALICE, "a", "caller", None)
 
 

@@ -72,11 +72,3 @@ def test_retry_after_is_the_upstreams_where_the_pool_is_down():
     assert fallback("far", healthy=False).retry_after_s(HTTP, REQUEST, refusal) == 1.0
     assert fallback("far", healthy=False).retry_after_s(GRPC, REQUEST, refusal) == 9.0
     assert fallback(healthy=False).retry_after_s(HTTP, REQUEST, refusal) == 9.0
-
-
-def test_only_moves_to_targets_are_degradations():
-    counts: Counter[str] = Counter()
-    made = Fallback(Targets(), Replicas(True), lambda: (), counts)
-    made.moved("pool")
-    made.moved(REPLICAS)
-    assert counts == {"overflow": 1}

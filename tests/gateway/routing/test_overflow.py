@@ -150,6 +150,7 @@ async def test_what_fails_at_an_upstream_before_its_first_token_goes_back_to_the
             assert len(there.seen) == 1 and replica.counts.started == 2
             page = await running.metrics()
             assert page['trident_gateway_generations_total{end="length",pool="",source="engine"}'] == 1
+            assert page['trident_gateway_degraded_total{stage="overflow"}'] == 1  # the way back is none
             assert running.service.admission.running == 1  # the held one: its slot was given back
             assert all(one.outstanding == 0 for one in running.service.overflow.upstreams())
             held.cancel()

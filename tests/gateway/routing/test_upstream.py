@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from email.utils import formatdate
@@ -26,6 +27,7 @@ from contract.generation import (
 )
 from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import ModelPrice, UpstreamEndpoint
+from gateway.routing import upstream as module
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
 from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, NONE, OPEN, TAGGED, ChatFormat
@@ -76,6 +78,7 @@ async def test_a_chat_without_counts_is_estimated():
         ({"status": 429, "headers": {"retry-after": "7"}}, Overloaded),
         ({"status": 503}, Unavailable),
         ({"status": 401}, Unavailable),
+        ({"status": 307, "headers": {"location": "/v1/completions"}}, Unavailable),
         ({"status": 400, "error": {"error": {"message": "no", "param": "seed"}}}, InvalidArgument),
         ({"status": 400, "error": {"error": {"code": "context_length_exceeded"}}}, PromptTooLong),
         ({"cut_after": 1}, Unavailable),
@@ -83,13 +86,29 @@ async def test_a_chat_without_counts_is_estimated():
     ],
 )
 async def test_failures_become_typed_errors(script: dict[str, Any], kind: type[Exception]):
-    async with target(**script) as (far, _):
+    async with target(**script) as (far, server):
         with pytest.raises(kind) as caught:
             await read(far)
+        assert len(server.seen) == 1  # no redirect is followed: the key and the prompt are for this upstream
         if kind in (InvalidArgument, PromptTooLong):
             assert caught.value.internal
         if script.get("status") == 429:
             assert caught.value.retry_after_s == 7 and 6 < far.wait_s() <= 7 and not far.accepts(REQUEST)
+
+
+async def test_one_that_does_not_accept_in_time_cannot_be_reached(monkeypatch):
+    """The deadline of the request is still far: another target can serve it."""
+    monkeypatch.setattr(module, "CONNECT_S", 0.2)
+    with contextlib.ExitStack() as sockets:
+        full = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # what the system accepts for a server that does not, and more
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        async with aiohttp.ClientSession() as session:
+            endpoint = UpstreamEndpoint(url=f"http://127.0.0.1:{full.getsockname()[1]}/v1")
+            with pytest.raises(Unavailable, match="far cannot be reached or read: ConnectionTimeoutError"):
+                await read(Upstream(session, "far", endpoint, "m", BreakerPolicy()))
 
 
 @pytest.mark.parametrize(

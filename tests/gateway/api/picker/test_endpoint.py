@@ -11,17 +11,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from tritonclient.grpc import service_pb2
 
 from clients.wire import protobuf
 from gateway.api.picker import ext_proc_pb2 as pb
 from gateway.api.picker import messages
 from gateway.api.picker.endpoint import SERVICE
+from gateway.api.picker.request import FRAME
 from tests.gateway.api.picker.endpoints import Pool, pool
 from tests.gateway.config.test_configuration import ALICE, keys
 from tests.gateway.identity.issuer import SECTION, issuer
 from tests.gateway.running import until
 
 pytestmark = pytest.mark.slow
+CODE = 'trident_gateway_requests_total{code="%s",operation="chat",protocol="ext_proc"}'
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 
 
@@ -286,7 +289,8 @@ async def test_a_response_that_is_not_seen_is_charged_with_all_that_it_might_hav
         await envoy.call.done_writing()
         await until(lambda: idle(running))
         tokens = 'trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'
-        assert (await running.running.metrics())[tokens] == 8
+        metrics = await running.running.metrics()
+        assert metrics[tokens] == 8 and metrics[CODE % "OK"] == 1
 
 
 async def test_a_body_that_is_too_large_or_too_slow_is_refused():
@@ -319,6 +323,32 @@ async def test_a_request_ends_at_its_deadline():
         await envoy.receive()
         assert await envoy.call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: idle(running))
+        assert (await running.running.metrics())[CODE % "DEADLINE_EXCEEDED"] == 1
+
+
+async def test_an_error_in_a_grpc_response_is_the_code_that_is_counted_and_costs_nothing():
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"hi")
+    answer = service_pb2.ModelStreamInferResponse(error_message="Overloaded: the queue is full")
+    path, content_type = "/inference.GRPCInferenceService/ModelStreamInfer", "application/grpc"
+    async with pool(1) as running, stream(running) as envoy:
+        given = headers(path, content_type=content_type)
+        await envoy.send(request_headers={"headers": header_map(given)})
+        data = request.SerializeToString()
+        await envoy.send(request_body={"body": FRAME.pack(0, len(data)) + data, "end_of_stream": True})
+        where(await envoy.receive())
+        await envoy.receive()
+        await envoy.answer(**{"content-type": content_type})
+        data = answer.SerializeToString()
+        await envoy.send(response_body={"body": FRAME.pack(0, len(data)) + data})
+        await envoy.receive()
+        await envoy.send(response_trailers={"trailers": header_map({"grpc-status": "0"})})
+        await envoy.receive()
+        await envoy.call.done_writing()
+        await until(lambda: idle(running))
+        metrics = await running.running.metrics()
+        assert metrics[(CODE % "RESOURCE_EXHAUSTED").replace("chat", "text_completion")] == 1
+        assert not [name for name in metrics if name.startswith("trident_gateway_tokens_total")]
 
 
 async def test_an_error_that_never_ends_ends_at_the_deadline_too():

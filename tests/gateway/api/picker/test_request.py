@@ -106,6 +106,37 @@ def test_tritons_json_is_read():
     assert chat.requests[0].messages == tuple(HI) and chat.requests[0].max_tokens == kserve.DEFAULT_MAX_TOKENS
 
 
+RESPONSES = {":path": "/v1/responses"}
+STORED: dict[str, object] = {"model": "m", "prompt": {"id": "support"}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "text", "limit"),
+    [
+        (CHAT, STORED, "", "max_tokens"),
+        (CHAT, {**STORED, "messages": []}, "", "max_tokens"),
+        (RESPONSES, {**STORED, "input": "hi"}, "hi", "max_output_tokens"),
+        (RESPONSES, STORED, "", "max_output_tokens"),
+        (RESPONSES, {"model": "m", "previous_response_id": "r"}, "", "max_output_tokens"),
+        (RESPONSES, {"model": "m", "previous_response_id": "r", "input": []}, "", "max_output_tokens"),
+    ],
+)
+def test_a_prompt_that_the_endpoint_has_counts_as_empty(headers, body, text, limit):
+    found = read(headers, body)
+    assert [each.text_input for each in found.requests] == [text]
+    assert found.requests[0].max_tokens == SETTINGS.default_max_tokens
+    assert json.loads(found.shortened(4)) == {**body, limit: 4}
+
+
+def test_the_adapter_of_a_triton_request_belongs_to_the_models_name():
+    assert read(GENERATE, {"text_input": "x", "lora_name": "poet", "lora_task_id": 0}).model == "ensemble:poet"
+    sent = message()
+    sent.inputs.add(name="lora_name", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"poet")
+    assert read(GRPC, framed(sent.SerializeToString())).model == "ensemble:poet"
+    with pytest.raises(InvalidArgument, match="lora_task_id: must be 0 or left out"):
+        read(GENERATE, {"text_input": "x", "lora_task_id": 2})
+
+
 def message(**parameters: int) -> service_pb2.ModelInferRequest:
     made = service_pb2.ModelInferRequest(model_name="ensemble")
     made.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"hi")
