@@ -139,7 +139,8 @@ def test_end_ids_are_a_list_and_other_generation_settings_stay(tmp_path):
     (tmp_path / "engine").mkdir()
     compile_cpu(open_checkpoint(tmp_path), recipe("int8"), tmp_path / "engine", lambda line: None)
     written = json.loads((tmp_path / "engine" / "generation_config.json").read_text())
-    assert written == {"eos_token_id": [9], "temperature": 0.6, "do_sample": True}
+    end_of_turn = 256  # the eos_token of tokenizer_config.json
+    assert written == {"eos_token_id": [9, end_of_turn], "temperature": 0.6, "do_sample": True}
 
 
 def test_a_chat_template_of_its_own_file_comes_along(tmp_path):
@@ -155,6 +156,7 @@ def test_a_chat_template_of_its_own_file_comes_along(tmp_path):
 def test_a_model_that_never_ends_is_refused(tmp_path):
     config = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
     checkpoints.write(tmp_path, config | {"eos_token_id": None})
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "engine").mkdir()
     with pytest.raises(CheckpointError, match=r"neither generation_config.json nor config.json has an eos_token_id"):
         compile_cpu(open_checkpoint(tmp_path), recipe("int8"), tmp_path / "engine", lambda line: None)
