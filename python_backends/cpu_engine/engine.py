@@ -95,6 +95,8 @@ class Engine:
         )
         with self._senders:
             self._link = open_link(self)
+            load = self._load()
+        metrics.show(load)  # its slots are known before the first request
         self._ticker.start()
 
     def __len__(self) -> int:

@@ -784,6 +784,11 @@ def value(triton, name, **labels):
     return triton.metric_value(name, **NAMES, **labels)
 
 
+def test_the_slots_are_shown_before_the_first_request(setting, triton):
+    assert value(triton, "nv_trt_llm_request_metrics", request_type="max") == 2
+    assert value(triton, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == 8
+
+
 def test_the_load_is_shown_while_it_lasts_and_gone_when_it_is_gone(setting, triton):
     first, _ = setting.submit(max_tokens=60)
     second, _ = setting.submit()
