@@ -141,15 +141,16 @@ class _Run:
         """Make the first requests' prompts now, so that making them does not delay the load's start; long ones only for
         PREPARE_S."""
         end_s = time.monotonic() + PREPARE_S
+        coming: Iterator[tuple[int, Arrival | None]]
         if self._workload.concurrency:
-            count = max(PREPARED, 2 * self._workload.concurrency)
-            for number in range(self._share.nth, min(count, self._limit), self._share.of):
-                if time.monotonic() < end_s:
-                    self._prepared[number] = self._workload.request(number, self._prompts)
+            count = min(max(PREPARED, 2 * self._workload.concurrency), self._limit)
+            coming = ((number, None) for number in range(self._share.nth, count, self._share.of))
         else:
-            for number, arrival in itertools.islice(self._arrivals(), PREPARED):
-                if time.monotonic() < end_s:
-                    self._prepared[number] = self._workload.request(number, self._prompts, arrival)
+            coming = itertools.islice(self._arrivals(), PREPARED)
+        for number, arrival in coming:
+            if time.monotonic() > end_s:
+                return
+            self._prepared[number] = self._workload.request(number, self._prompts, arrival)
 
     @property
     def _limit(self) -> int:

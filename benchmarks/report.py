@@ -137,7 +137,7 @@ def lengths(run: Measurement) -> str:
     """Describe prompts and answers; the server may count the prompts' tokens with another tokenizer than we did."""
     counted = [record.input_tokens for record in run.records if record.input_tokens]
     theirs = f" (median by the server's count {statistics.median(counted):g})" if counted else ""
-    of_trace = "lengths of the trace, where it has none " if str(run.workload["loop"]).startswith("open, trace") else ""
+    of_trace = "lengths of the trace, where it has none " if run.workload.get("replays_trace") else ""
     return f"{of_trace}in {run.workload['input_tokens']}{theirs}, out {run.workload['output_tokens']}"
 
 

@@ -105,4 +105,5 @@ class Workload:
         loop = f"closed, concurrency {self.concurrency}" if self.concurrency else f"open, {self.arrivals}"
         named = {"input_tokens": str(self.input_tokens), "output_tokens": str(self.output_tokens), "loop": loop}
         rest = {name: getattr(self, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction", "seed")}
-        return named | rest | {"ignore_eos": self.ignore_eos, "stream": self.stream}
+        flags = {"ignore_eos": self.ignore_eos, "stream": self.stream}
+        return named | rest | flags | {"replays_trace": isinstance(self.arrivals, Trace)}

@@ -20,7 +20,7 @@ from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 from gateway.hooks import loading
 from gateway.identity.audit import Audit
-from gateway.prompts.registry import Registry
+from gateway.prompts import registry
 from gateway.samples.store import cipher
 
 
@@ -79,8 +79,8 @@ def check_all(arguments: argparse.Namespace) -> None:
     served_models.check(settings, reading.policy, reading.pools)
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
-    if settings.prompts is not None and (problems := Registry(settings.prompts).problems):
-        raise InvalidArgument(variable("prompts"), f"must hold valid prompts: {problems[0]}")
+    if settings.prompts is not None:
+        registry.opened(settings.prompts)
     if settings.samples is not None:
         cipher(settings.samples_keys)
     log = settings.audit_log

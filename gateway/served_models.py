@@ -1,4 +1,4 @@
-"""The models of a configuration as they are served, and what must be there before it can be."""
+"""The models that a configuration serves, and the checks of the files that they need."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def table(settings: Settings, policy: Policy, pools: Pools) -> dict[str, ModelRu
             update["tokenizer"] = tokenizers.pop()
         found[name] = rules.model_copy(update=update)
     return found
+
+
+def encoder(pool: str) -> ModelRules:
+    """Return the rules of an encoder that no model of the file names; its name is its pool's."""
+    return ModelRules(pools=(pool,), capabilities=ENCODES)
 
 
 def check(settings: Settings, policy: Policy, pools: Pools) -> None:

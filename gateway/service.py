@@ -35,7 +35,7 @@ from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
 from gateway.config.policy import ModelRules, Policy, ShadowRules
-from gateway.config.settings import Settings, variable
+from gateway.config.settings import Settings
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
@@ -44,7 +44,7 @@ from gateway.hooks.hooks import Hooks
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
-from gateway.prompts.registry import Registry
+from gateway.prompts import registry
 from gateway.releases import Releases
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
@@ -132,9 +132,7 @@ class Service:
             self.ledger = Writer[UsageRecord](list, self.usage.add, self.metrics.usage_lost.inc)
             self.admission.on_charged = self.ledger.add
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
-        self.prompts = Registry(settings.prompts) if settings.prompts else None
-        if self.prompts is not None and self.prompts.problems:
-            raise InvalidArgument(variable("prompts"), f"must hold valid prompts: {self.prompts.problems[0]}")
+        self.prompts = registry.opened(settings.prompts) if settings.prompts else None
         self._prepare(policy)
         self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
@@ -386,8 +384,7 @@ class Service:
         named = {pool for pools in self.models.pools.values() for pool in pools}
         own = sorted(pool for pool in self.replicas.encoders - named if not tenant.models or pool in tenant.models)
         table = [found for found in self.models.of(tenant) if found.rules.pools or found.name not in own]
-        rules = [ModelRules(pools=(pool,), capabilities=served_models.ENCODES) for pool in own]
-        return table + [ServedModel(pool, pool, "", one) for pool, one in zip(own, rules, strict=True)]
+        return table + [ServedModel(pool, pool, "", served_models.encoder(pool)) for pool in own]
 
     def model_of(self, name: str, tenant: Tenant) -> ServedModel:
         """Return the model of a name or alias. Raises NotFound, also for one that the tenant may not use."""

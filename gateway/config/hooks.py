@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from gateway.config.rules import Rules
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+from gateway.config.rules import LIST, Rules
 
 
 class HookRules(Rules):
@@ -28,7 +24,7 @@ class HookRules(Rules):
 
     use: Annotated[str, Field(min_length=1)]
     options: Mapping[str, Any] = {}
-    tenants: Annotated[tuple[str, ...], BeforeValidator(_tuple)] = ()
+    tenants: Annotated[tuple[str, ...], LIST] = ()
     timeout_ms: Annotated[float, Field(gt=0, le=60_000)] = 100.0
     on_failure: Literal["open", "closed"] = "closed"
     threads: Annotated[int, Field(ge=1, le=64)] = 4

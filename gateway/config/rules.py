@@ -1,10 +1,10 @@
-"""What every table of rules has: no field that is not known, no conversion between types, no change once it is read."""
+"""The base class of tables that are read from files, and the types that several of them use."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _redis_url(url: str) -> str:
@@ -19,10 +19,17 @@ def _redis_url(url: str) -> str:
         raise ValueError("must be a URL such as redis://HOST:PORT/0, got one that cannot be read") from None
 
 
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+LIST = BeforeValidator(_tuple)  # a file's list, which is a tuple once it is read
 RedisUrl = Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$"), AfterValidator(_redis_url)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 
 
 class Rules(BaseModel):
+    """A table without unknown fields and without conversion between types, which does not change once it is read."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)

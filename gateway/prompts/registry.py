@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from tomlkit.exceptions import TOMLKitError
 
 from contract import toml_table
 from contract.errors import InvalidArgument, NotFound
+from gateway.config.rules import Rules
+from gateway.config.settings import variable
 from gateway.config.tenant import Tenant
 from gateway.prompts.template import Names, Template
 
@@ -35,7 +37,7 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _VERSION = re.compile(rf"({_NUMBER})\.({_NUMBER})\.({_NUMBER})(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?")
 _SELECTOR = re.compile(rf"{LATEST}|{_NUMBER}(\.{_NUMBER})?|{_VERSION.pattern}")
 _LOG = logging.getLogger(__name__)
-_Read = TypeVar("_Read", bound=BaseModel)
+_Read = TypeVar("_Read", bound=Rules)
 
 
 def precedence(text: str) -> tuple[int, int, int, bool, list[tuple[bool, int, str]]] | None:
@@ -49,13 +51,12 @@ def precedence(text: str) -> tuple[int, int, int, bool, list[tuple[bool, int, st
     return int(major), int(minor), int(patch), not parts, keys
 
 
-class Release(BaseModel):
+class Release(Rules):
     """What of a prompt is served. weights: share of each version in requests that name no version.
 
     withdrawn: versions that only requests with their exact version get.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
     weights: Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = {}
     withdrawn: Names = ()
 
@@ -179,6 +180,14 @@ class Registry:
                 status = path.stat()
                 found.append((path, status.st_mtime_ns, status.st_size, status.st_ino))
         return sorted(found)
+
+
+def opened(folder: Path) -> Registry:
+    """Return the prompts of TRIDENT_GATEWAY_PROMPTS. Raises InvalidArgument: one of its files cannot be used."""
+    registry = Registry(folder)
+    if registry.problems:
+        raise InvalidArgument(variable("prompts"), f"must hold valid prompts: {registry.problems[0]}")
+    return registry
 
 
 def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import jinja2
 import jinja2.meta
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from contract.errors import InvalidArgument, PromptTooLong
+from gateway.config.rules import LIST, Rules
 from gateway.prompts.json_text import compact, table
 from python_backends.tokenizer.chat_template import sandbox
 
@@ -20,9 +21,7 @@ _LEVELS = 254  # that orjson writes
 # What a text raises that Jinja or Python cannot compile, or that does not suit the values of its variables.
 _UNSUITABLE: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 _UNSUITABLE += (AttributeError, RuntimeError, MemoryError, SyntaxError)
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
-_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-Names = Annotated[tuple[str, ...], _LIST]
+Names = Annotated[tuple[str, ...], LIST]
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 Part = Literal["system", "examples", "context", "user"]
 PARTS: tuple[Part, ...] = ("system", "examples", "context", "user")
@@ -40,7 +39,7 @@ _JINJA = sandbox(jinja2.StrictUndefined)
 _JINJA.filters |= {"tojson": compact, "table": table}
 
 
-class Variable(BaseModel):
+class Variable(Rules):
     """What a request may put into a template.
 
     values: of an enum. items: the type of a list's entries. minimum, maximum: of numbers, also of those in a list.
@@ -48,7 +47,6 @@ class Variable(BaseModel):
     default: in a request without it; None: it must be sent. example: in ``prompt diff`` and ``prompt check``.
     """
 
-    model_config = _STRICT
     type: Literal["string", "integer", "number", "boolean", "enum", "list", "json"] = "string"
     values: Names = ()
     items: Literal["string", "integer", "number"] = "string"
@@ -106,24 +104,22 @@ class Variable(BaseModel):
         return next((value for value in (self.example, self.default) if value is not None), plain)
 
 
-class Text(BaseModel):
+class Text(Rules):
     """A piece of a message's content that counts to a part of its own."""
 
-    model_config = _STRICT
     part: Part
     text: str
 
 
-class TemplateMessage(BaseModel):
+class TemplateMessage(Rules):
     """A message, or with role ``request`` the place of the request's own messages, which follow all others otherwise.
 
     part: that it counts to; None: by its role, an assistant's to the examples.
     """
 
-    model_config = _STRICT
     role: Literal["system", "user", "assistant", "request"]
     part: Part | None = None
-    content: str | Annotated[tuple[Text, ...], _LIST, Field(min_length=1)] = ""
+    content: str | Annotated[tuple[Text, ...], LIST, Field(min_length=1)] = ""
 
     @property
     def texts(self) -> list[tuple[Part, str]]:
@@ -133,10 +129,9 @@ class TemplateMessage(BaseModel):
         return [(piece.part, piece.text) for piece in self.content]
 
 
-class Parameters(BaseModel):
+class Parameters(Rules):
     """Values of a request's fields that it leaves out."""
 
-    model_config = _STRICT
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -149,10 +144,9 @@ class Parameters(BaseModel):
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=100)] | None = None
 
 
-class Budget(BaseModel):
+class Budget(Rules):
     """tokens: of a part at most. over: what happens to a request with more."""
 
-    model_config = _STRICT
     tokens: _Count
     over: Literal["warn", "refuse"] = "warn"
 
@@ -160,14 +154,13 @@ class Budget(BaseModel):
 _Budget = Annotated[Budget, BeforeValidator(lambda value: {"tokens": value} if isinstance(value, int) else value)]
 
 
-class Template(BaseModel):
+class Template(Rules):
     """A file's content. tenants: names of organisations, teams or keys that may use it; empty: all."""
 
-    model_config = _STRICT
     description: str = ""
     tenants: Names = ()
     variables: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Variable] = {}
-    messages: Annotated[tuple[TemplateMessage, ...], _LIST, Field(min_length=1)]
+    messages: Annotated[tuple[TemplateMessage, ...], LIST, Field(min_length=1)]
     parameters: Parameters = Parameters()
     budgets: Mapping[Part, _Budget] = {}
 

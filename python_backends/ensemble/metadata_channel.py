@@ -36,7 +36,7 @@ class StreamMetadata:
     max_tokens, num_input_tokens: tokens.
     end_ids: every id that ends the output.
     adapter: number of the LoRA adapter, 0 for none.
-    until_s: monotonic; the tokenizer has given up, and its client may use the id again.
+    until_s: on the monotonic clock; later the tokenizer waits no more, and its client may have sent the id again.
     """
 
     request_id: str

@@ -17,7 +17,7 @@ from gateway.routing import circuit_breaker
 from gateway.service import Service
 from tests.fakes.encoder_replica import DIMENSIONS, EncoderReplica, vector
 from tests.gateway.config.test_configuration import ALICE, keys
-from tests.gateway.running import gateway, until
+from tests.gateway.running import Running, gateway, until
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -46,28 +46,28 @@ async def test_many_texts_go_in_several_calls_and_come_back_in_order():
         assert page[name] == 1
 
 
+async def replaced(running: Running, failing: EncoderReplica, good: EncoderReplica) -> None:
+    """Send requests, which all succeed, until the failing replica was asked."""
+    for _ in range(60):  # idle replicas are picked at random
+        status, _, answer = await embed(running, "a b")
+        assert status == 200, answer
+        if failing.calls:
+            break
+    assert failing.calls and good.calls
+
+
 async def test_a_replica_that_fails_is_replaced_by_another_one():
     async with EncoderReplica() as bad, EncoderReplica() as good:
         bad.refusal = (grpc.StatusCode.UNAVAILABLE, "Unavailable: the server is shutting down")
         async with gateway(config=config(bad, good)) as running:
-            for _ in range(60):  # idle replicas are picked at random
-                status, _, answer = await embed(running, "a b")
-                assert status == 200, answer
-                if bad.calls:
-                    break
-            assert bad.calls and good.calls
+            await replaced(running, bad, good)
 
 
 async def test_a_replica_that_does_not_answer_is_replaced_by_another_one():
     async with EncoderReplica() as hung, EncoderReplica() as good:
         hung.gate.clear()
         async with gateway(config=config(hung, good), idle_timeout_s=0.2, breaker_failures=1000) as running:
-            for _ in range(60):  # idle replicas are picked at random
-                status, _, answer = await embed(running, "a b")
-                assert status == 200, answer
-                if hung.calls:
-                    break
-            assert hung.calls and good.calls
+            await replaced(running, hung, good)
 
 
 async def test_without_a_healthy_replica_it_is_503_and_a_silent_one_is_504():

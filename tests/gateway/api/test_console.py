@@ -4,6 +4,7 @@ shows it in a browser."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mimetypes
 import re
 from pathlib import Path
@@ -94,25 +95,29 @@ async def test_events_tell_the_state_once_a_second_to_operators_only(token_file,
                     await asyncio.wait_for(answer.read(), 30)
 
 
-async def test_events_end_once_their_token_holds_no_more(token_file, monkeypatch):
-    monkeypatch.setattr(console, "PERIOD_S", 0.02)
+@contextlib.asynccontextmanager
+async def followed(token_file):
+    """A gateway, and the response of its events after the first of them."""
     async with gateway(admin_token_file=token_file, replicas="registered") as running:
         async with aiohttp.ClientSession(headers=KEY) as session:
             async with session.get(f"{running.base_url}/admin/events") as answer:
                 await next_event(answer)
-                token_file.write_text("another-token-16")
-                await asyncio.wait_for(answer.read(), 20)
-                assert (await get(running, "/admin/events", **KEY))[0] == 401
+                yield running, answer
+
+
+async def test_events_end_once_their_token_holds_no_more(token_file, monkeypatch):
+    monkeypatch.setattr(console, "PERIOD_S", 0.02)
+    async with followed(token_file) as (running, answer):
+        token_file.write_text("another-token-16")
+        await asyncio.wait_for(answer.read(), 20)
+        assert (await get(running, "/admin/events", **KEY))[0] == 401
 
 
 async def test_more_pages_than_allowed_are_refused(token_file, monkeypatch):
     monkeypatch.setattr(console, "MAX_READERS", 1)
-    async with gateway(admin_token_file=token_file, replicas="registered") as running:
-        async with aiohttp.ClientSession(headers=KEY) as session:
-            async with session.get(f"{running.base_url}/admin/events") as answer:
-                await next_event(answer)
-                status, _, text = await get(running, "/admin/events", **KEY)
-                assert status == 429 and "1 pages are connected" in text
+    async with followed(token_file) as (running, _):
+        status, _, text = await get(running, "/admin/events", **KEY)
+        assert status == 429 and "1 pages are connected" in text
 
 
 async def test_decisions_of_a_scaler_are_kept_where_they_change(token_file, monkeypatch):
