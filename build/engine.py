@@ -191,7 +191,7 @@ def _try(
         if draft is not None:
             drafts.build(checkpoint, draft, recipe, partial, against.notify)
         if checkpoint.graph is not None:
-            compile_cpu.require_servable(partial, compile_cpu.properties(recipe))
+            compile_cpu.require_servable(partial, compile_cpu.properties(recipe), checkpoint.architecture)
         measured = tuning.measure(partial, recipe, checkpoint.architecture, against.notify)
         for setting in measured:
             engine = OpenVinoEngine(partial, setting.properties, checkpoint.architecture.vocab_size)
@@ -305,7 +305,9 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     if model is None:
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
         if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
-            return recipes.parse(_in_precision(kept, precision, download), path)
+            if precision is not None:
+                return recipe_for(path.stem, str(kept["model"]), precision, download=download)
+            return recipes.parse(kept, path)
         if not path.exists() and (layout.ENGINES / path.stem).is_dir():
             where = layout.relative(layout.ENGINES / path.stem)
             lost = f"{where} has no recipe and no manifest that says what it was made from"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from build.base import digest, layout
+from build.base import digest, layout, program
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.stage_record import StageRecords
 from build.model.calibration import open_tokenizer
@@ -28,7 +28,7 @@ from build.quantise import environment
 from build.recipe import provenance
 from build.recipe import recipe as recipes
 from build.recipe.recipe import DEFAULT_QUALITY
-from contract.errors import EngineFailed, TridentError
+from contract.errors import EngineFailed
 
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
 CACHE = layout.ROOT / ".cache" / "quality"
@@ -148,11 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--print", action="store_true", help="do not write docs/quality.md")
     options = parser.parse_args(arguments)
-    try:
-        table, replies, tokens = measure(open_checkpoint(MODEL))
-    except TridentError as error:
-        print(f"quality: {error}", file=sys.stderr)
-        return 1
+    table, replies, tokens = measure(open_checkpoint(MODEL))
     print(table)
     if not options.print:
         Path(DOCUMENT).write_text(document(table, replies, tokens), encoding="utf-8")
@@ -161,4 +157,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "quality"))

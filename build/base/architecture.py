@@ -108,19 +108,23 @@ def _exported(name: str, config: Fields) -> Architecture:
         key = next((key for key in keys if config.get(key) is not None), keys[0])
         return config.integer(key, default, high=high)
 
-    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", high=MOST_HEADS)
+    hidden = size("hidden_size", "n_embd", "d_model")
+    heads = size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", high=MOST_HEADS)
+    one_kv_head = config.boolean("multi_query", False) and not config.boolean(
+        "new_decoder_architecture", False
+    )  # Falcon
     return Architecture(
         name=name,
         vocab_size=size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
-        num_layers=size("num_hidden_layers", "n_layer", high=MOST_LAYERS),
+        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", high=MOST_LAYERS),
         num_heads=heads,
-        num_kv_heads=size("num_key_value_heads", default=heads),
+        num_kv_heads=1 if one_kv_head else size("num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=size("head_dim", default=max(1, hidden // heads), high=MOST_HEAD_DIM),
         rms_norm_eps=1e-6,
         rope=rotary.Rope(rotary.DEFAULT_THETA, "default", {}),
-        max_positions=size("max_position_embeddings", "n_positions", default=2048),
+        max_positions=size("max_position_embeddings", "n_positions", "max_seq_len", default=2048),
         tied=config.boolean("tie_word_embeddings", True),
         qkv_bias=False,
         output_bias=False,

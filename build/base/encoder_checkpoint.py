@@ -1,7 +1,8 @@
 """A checkpoint that turns texts into vectors or scores: BERT's family, or a decoder trained for it (Qwen3-Embedding).
 
 Read as sentence-transformers reads it: modules.json, 1_Pooling/config.json, config_sentence_transformers.json and
-sentence_bert_config.json where they are there; without modules.json the mean of all tokens, as it is.
+sentence_bert_config.json where they are there; without modules.json the mean of all tokens, as it is. Where they set no
+longest text it is the tokenizer's model_max_length.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from contract.encoder import EMBEDDING, RERANK, Encoder
 BERT = ("BertModel", "XLMRobertaModel", "RobertaModel")
 BERT_RERANK = tuple(f"{name[:-5]}ForSequenceClassification" for name in BERT)
 MASKED = tuple(f"{name[:-5]}ForMaskedLM" for name in BERT)  # their own head is not read
+# A decoder saved without its head, as sentence-transformers saves it, and the same with one.
+HEADLESS = {name.replace("ForCausalLM", "Model"): name for name in architectures.SUPPORTED}
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 SENTENCE_FILES = (
     "modules.json",
@@ -31,7 +34,10 @@ SENTENCE_FILES = (
     "sentence_bert_config.json",
     "1_Pooling/config.json",
 )
-_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+# Older releases write a switch for each.
+_POOLINGS |= {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_ACTIVATIONS = {"Sigmoid": True, "Identity": False}  # whether a reranker's logit goes through the sigmoid
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The template of Qwen3-Reranker's model card; without it its scores are close to random.
 _QWEN3_RERANKER = (
@@ -124,8 +130,9 @@ class EncoderCheckpoint:
         return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
 
     def sha256(self) -> str:
-        """Over the names and contents of ``files``."""
-        return digest.sha256_json({str(p.relative_to(self.folder)): digest.sha256_file(p) for p in self.files()})
+        """Over the names and contents of ``files``; weights may lie elsewhere, in a GGUF file."""
+        files = {str(p.relative_to(self.folder) if p.is_relative_to(self.folder) else p.name): p for p in self.files()}
+        return digest.sha256_json({name: digest.sha256_file(path) for name, path in files.items()})
 
 
 def kind_of(folder: Path) -> str | None:
@@ -134,7 +141,7 @@ def kind_of(folder: Path) -> str | None:
     name = names[0] if isinstance(names, list) and names else ""
     if name in BERT_RERANK:
         return RERANK
-    return EMBEDDING if name in (*BERT, *MASKED) or (folder / "modules.json").is_file() else None
+    return EMBEDDING if name in (*BERT, *MASKED, *HEADLESS) or (folder / "modules.json").is_file() else None
 
 
 def open_encoder(folder: Path, kind: str, instruction: str | None = None) -> EncoderCheckpoint:
@@ -168,11 +175,10 @@ def _open_bert(folder: Path, kind: str, config: Fields, name: str) -> EncoderChe
         left = ("cls.", "lm_head.", "embeddings.position_ids") + (() if arch.rerank else ("pooler.",))
         return None if bare.startswith(left) else bare
 
-    encoder, length = _sentence_files(folder, arch.hidden_size, config)
+    encoder, length = _sentence_files(folder, arch, config)
     if arch.rerank:
         encoder = Encoder("cls", False, 1, token_types=arch.token_types > 1)
-    length = min(length or arch.max_positions, arch.max_positions)
-    sigmoid = arch.rerank and "Identity" not in _activation(config)
+    sigmoid = arch.rerank and _sigmoid(config)
     return EncoderCheckpoint(folder, kind, arch, read_tensors(folder, arch, named), encoder, length, sigmoid)
 
 
@@ -203,19 +209,24 @@ def _bert(config: Fields, name: str, rerank: bool) -> BertArchitecture:
     )
 
 
-def _activation(config: Fields) -> str:
-    """What sentence-transformers' CrossEncoder applies to the logit: sigmoid, unless config.json names another."""
+def _sigmoid(config: Fields) -> bool:
+    """Whether sentence-transformers' CrossEncoder applies it to the logit: yes, unless config.json names another."""
     named = config.table("sentence_transformers").text("activation_fn")
-    return named or config.text("sbert_ce_default_activation_function") or "Sigmoid"
+    named = named or config.text("sbert_ce_default_activation_function") or "Sigmoid"
+    if (name := named.rpartition(".")[2]) not in _ACTIVATIONS:
+        raise UnsupportedModel(f"config.json: the activation must be one of {', '.join(_ACTIVATIONS)}, got {named}")
+    return _ACTIVATIONS[name]
 
 
 def _open_decoder(folder: Path, kind: str, config: Fields, instruction: str | None) -> EncoderCheckpoint:
+    names = config.texts("architectures")
+    embedding = (*BERT, *MASKED, *HEADLESS, *architectures.SUPPORTED)
+    allowed = embedding if kind == EMBEDDING else (*BERT_RERANK, "Qwen3ForCausalLM")
+    if len(names) != 1 or names[0] not in allowed:
+        raise config.bad("architectures", f"one of {', '.join(allowed)}")
+    values = dict(config.values) | {"architectures": [HEADLESS.get(names[0], names[0])]}
     # Embeddings never read lm_head, and checkpoints made for them often lack it.
-    values = dict(config.values) | ({"tie_word_embeddings": True} if kind == EMBEDDING else {})
-    arch = architectures.from_config(values)
-    if kind == RERANK and arch.name != "Qwen3ForCausalLM":
-        raise UnsupportedModel(f"config.json: {arch.name} as a reranker is not supported; supported are "
-                               f"{', '.join(BERT_RERANK)} and Qwen3ForCausalLM (Qwen3-Reranker)")  # fmt: skip
+    arch = architectures.from_config(values | ({"tie_word_embeddings": True} if kind == EMBEDDING else {}))
 
     def named(stored: str) -> str | None:
         if kind == EMBEDDING and stored == "lm_head.weight":
@@ -223,18 +234,17 @@ def _open_decoder(folder: Path, kind: str, config: Fields, instruction: str | No
         return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
 
     tensors = read_tensors(folder, arch, named)
-    encoder, length = _sentence_files(folder, arch.hidden_size, config)
+    encoder, length = _sentence_files(folder, arch, config)
     if kind == RERANK:
         before, body, after = _QWEN3_RERANKER
         template = (before, body.replace("INSTRUCTION", instruction or _INSTRUCTION), after)
         encoder = Encoder("last", False, 1, template=template)
     elif not (folder / "modules.json").is_file():
         encoder = dataclasses.replace(encoder, pooling="last", normalize=True)
-    length = min(length or arch.max_positions, arch.max_positions)
     return EncoderCheckpoint(folder, kind, arch, tensors, encoder, length)
 
 
-def _sentence_files(folder: Path, hidden: int, config: Fields) -> tuple[Encoder, int | None]:
+def _sentence_files(folder: Path, arch: BertArchitecture | Architecture, config: Fields) -> tuple[Encoder, int]:
     """How sentence-transformers' files say that texts become vectors, and their longest text in tokens."""
     pooling, normalize = "mean", False
     for module in _modules(folder):
@@ -252,19 +262,27 @@ def _sentence_files(folder: Path, hidden: int, config: Fields) -> tuple[Encoder,
     limits = _object(folder, "sentence_bert_config.json")
     if limits.boolean("do_lower_case", False):
         raise limits.bad("do_lower_case", "false, where the tokenizer lower-cases if the model wants it")
-    length = None if limits.get("max_seq_length") is None else limits.integer("max_seq_length")
+    if limits.get("max_seq_length") is not None:
+        length = float(limits.integer("max_seq_length"))
+    else:  # transformers writes 1e30 for none
+        length = _object(folder, "tokenizer_config.json").number("model_max_length", arch.max_positions, above=1)
     shorter = config.get("matryoshka_dimensions")
     if shorter is not None and not (isinstance(shorter, list) and all(type(d) is int and 0 < d for d in shorter)):
         raise config.bad("matryoshka_dimensions", "a list of positive integers")
-    allowed = tuple(sorted(d for d in set(shorter or ()) if d < hidden))
+    allowed = tuple(sorted(d for d in set(shorter or ()) if d < arch.hidden_size))
     default = sentences.text("default_prompt_name") or ""
     if default and default not in names:
         raise sentences.bad("default_prompt_name", f"one of {', '.join(names)}")
-    return Encoder(pooling, normalize, hidden, allowed, names, default), length
+    encoder = Encoder(pooling, normalize, arch.hidden_size, allowed, names, default)
+    return encoder, int(min(length, arch.max_positions))
 
 
 def _pooling(config: Fields) -> str:
-    chosen = [key for key, value in config.values.items() if key.startswith("pooling_mode") and value is True]
+    if not config.boolean("include_prompt", True):
+        raise config.bad("include_prompt", "true: a prompt's tokens are pooled as others")
+    named = config.get("pooling_mode")
+    switched = [key for key, value in config.values.items() if key.startswith("pooling_mode_") and value is True]
+    chosen = switched if named is None else list(map(str, named if isinstance(named, list) else [named]))
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise UnsupportedModel(f"{config.where}: the pooling is {', '.join(chosen) or 'none'}; supported is one of "
                                f"{', '.join(_POOLINGS)}")  # fmt: skip

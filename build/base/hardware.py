@@ -9,9 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 
 GENERATIONS = {
@@ -67,9 +65,8 @@ CARDS: dict[str, Gpu] = {
 }
 ALIASES = {
     "a100": "a100-80gb",
-    "a100-sxm4-80gb": "a100-80gb",
+    "gh200-480gb": "gh200",
     "h100-80gb": "h100",
-    "h100-sxm": "h100",
     "rtx4090": "rtx-4090",
 }
 
@@ -106,7 +103,7 @@ OFFERED: dict[int, tuple[tuple[str, str], ...]] = {
 def canonical(name: str) -> str:
     """``NVIDIA H100 80GB HBM3`` and ``H100`` → ``h100``; the name itself in small letters where nothing is known."""
     word = re.sub(r"[\s_]+", "-", name.strip().lower())
-    word = re.sub(r"^nvidia-|-(hbm\w*|pcie|sxm\d*)$", "", re.sub(r"^nvidia-", "", word))
+    word = re.sub(r"^(nvidia-)?(geforce-)?|-(hbm\w*|pcie|sxm\d*)(?=-|$)|-blackwell.*$", "", word)
     return ALIASES.get(word, word)
 
 
@@ -140,23 +137,15 @@ class PresentGpu:
     driver: str
 
 
-def present(run: Callable[[list[str]], str] | None = None) -> list[PresentGpu]:
+def present() -> list[PresentGpu]:
     """The NVIDIA cards of this machine, by ``nvidia-smi``; an empty list where there are none."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    if run is None:
-        if shutil.which("nvidia-smi") is None:
-            return []
-        run = _output
     try:
-        table = run(query)
+        table = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return []  # the tool is there and the driver is not: no usable card
+        return []  # no such tool, or the tool is there and the driver is not: no usable card
     cards = []
     for row in csv.reader(io.StringIO(table), skipinitialspace=True):
         if len(row) == 4 and re.fullmatch(r"\d+\.\d", row[1]) and row[2].isdigit():
             cards.append(PresentGpu(row[0], int(row[1].replace(".", "")), int(row[2]) / 1024, row[3]))
     return cards
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

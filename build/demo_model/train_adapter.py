@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from build.demo_model.conversations import Conversation, conversations
 from build.demo_model.corpus import gather
 from build.demo_model.network import CHECKPOINT
+from contract.errors import InvalidArgument
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_TOKENS = 256  # of a text
@@ -78,19 +79,24 @@ def texts_of(lines: Iterable[str], tokenizer) -> list[list[int]]:
     """Return the token ids of a JSONL file's lines.
 
     Raises:
-        ValueError: a line has neither messages nor text.
+        InvalidArgument: a line has neither messages nor text, or none has two tokens to learn from.
     """
     texts = []
     for number, line in enumerate(lines, 1):
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
         if not isinstance(entry, dict) or not entry.keys() & {"messages", "text"}:
-            raise ValueError(f'line {number}: must have "messages" or "text", got {line[:80]!r}')
+            raise InvalidArgument("texts", f'line {number}: must have "messages" or "text", got {line[:80]!r}')
         if "messages" in entry:
             ids = tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
         else:
             ids = tokenizer(entry["text"])["input_ids"]
         texts.append(list(ids)[:MAX_TOKENS])
-    return [ids for ids in texts if len(ids) > 1]
+    if not (learnt := [ids for ids in texts if len(ids) > 1]):
+        raise InvalidArgument("texts", "must hold a text of at least two tokens, got none")
+    return learnt
 
 
 def styled(style: str) -> list[str]:
@@ -118,12 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    lines = styled(options.style) if options.style else options.texts.read_text("utf-8").removesuffix("\n").split("\n")
+    try:
+        read = options.texts.read_text("utf-8").removesuffix("\n").split("\n") if options.texts else []
+        learnt = texts_of(styled(options.style) if options.style else read, tokenizer)
+    except (InvalidArgument, OSError) as exc:
+        raise SystemExit(f"train-adapter: {exc}") from exc
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     began_s = time.monotonic()
     adapted, losses = train(
         model,
-        texts_of(lines, tokenizer),
+        learnt,
         rank=options.rank,
         targets=options.targets,
         steps=options.steps,

@@ -95,23 +95,23 @@ def token_blocks(
     random.Random(seed).shuffle(order)
     separator = [] if separator_id is None else [separator_id]
     stream: list[int] = []
-    rest: dict[int, Sequence[int]] = {}  # what is left of the texts begun
-    used = 0
+    encoded: dict[int, Sequence[int]] = {}
+    start = 0  # of the pieces, in their texts
     while len(stream) < size * max_seq_length and order:
         for index in order:
             if len(stream) >= size * max_seq_length:
                 break
-            if index not in rest:
-                rest[index] = encode(texts[index])
-                used += bool(rest[index])
-            if rest[index]:
-                stream += [*separator, *rest[index][:max_seq_length]]
-            rest[index] = rest[index][max_seq_length:]
-        order = [index for index in order if rest.get(index)]
+            if index not in encoded:
+                encoded[index] = encode(texts[index])
+            if piece := encoded[index][start : start + max_seq_length]:
+                stream += [*separator, *piece]
+        start += max_seq_length
+        order = [index for index in order if len(encoded.get(index, ())) > start]
     if not stream:
         raise InvalidArgument("calibration.dataset", "its texts have no tokens")
     width = min(max_seq_length, len(stream))
     count = min(size, len(stream) // width)
+    used = sum(map(bool, encoded.values()))
     return TokenBlocks(np.asarray(stream[: count * width], dtype=np.int64).reshape(count, width), used)
 
 

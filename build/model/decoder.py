@@ -79,16 +79,11 @@ class Decoder:
 
         Raises ValueError where an id is outside the embedding.
         """
-        for row in self.hidden_states(blocks):
-            yield self.head(row)
-
-    def hidden_states(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
-        """i64[n, t] token ids -> n times f32[t, hidden], after the last norm."""
         hidden = self.embed(blocks)
         for make_layer in self.layers:
             self.advance(hidden, make_layer())
         for row in hidden:
-            yield rms_norm(row, self.final_norm, self.architecture.rms_norm_eps)
+            yield self.head(rms_norm(row, self.final_norm, self.architecture.rms_norm_eps))
 
     def embed(self, blocks: np.ndarray) -> np.ndarray:
         """i64[n, t] token ids -> f32[n, t, hidden], what the first layer reads."""

@@ -15,8 +15,8 @@ from openvino import Node
 from build.base.checkpoint import Checkpoint, CheckpointError
 from build.base.shards import StoredTensor
 from build.model.graph import Weight
+from build.model.weights import EMBEDDING, HEAD
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # as weights.py calls what reads single rows
 _LEAST = 16  # rows and columns of a matrix; smaller ones are tables of the rotary embedding and the like
 
 
@@ -73,7 +73,8 @@ def _is_matrix(node: Node) -> bool:
     if len(node.shape) not in (2, 3) or min(node.shape[-2:]) < _LEAST:
         return False
     readers = list(node.output(0).get_target_inputs())
-    return bool(readers) and all(_reads_rows(reader.get_node(), reader.get_index()) for reader in readers)
+    reading = [reader for reader in readers if reader.get_node().get_type_name() != "ShapeOf"]
+    return bool(reading) and all(_reads_rows(reader.get_node(), reader.get_index()) for reader in reading)
 
 
 def _reads_rows(reader: Node, port: int) -> bool:

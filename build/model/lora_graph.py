@@ -28,9 +28,8 @@ from build.base.numerics import f32_to_bf16
 from build.base.shards import StoredTensor
 from build.model.graph import f32, i64
 from build.model.lora_adapter import LoraAdapter
-from build.model.weights import Weights, quantize_int8
+from build.model.weights import EMBEDDING, HEAD, Weights, quantize_int8
 
-_READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
 _HEAD_SIZE = 64  # one entry for "no adapter", so up to 63 adapters
 _MULTIPLE = 16  # of columns: the CPU's blocks
 _MOST_ZEROS = 65536  # of B, beside rows of another matrix: more of them cost more than one product more
@@ -77,7 +76,7 @@ class _Widened:
 def widened(checkpoint: Checkpoint, adapters: int, first_token_id: int) -> Checkpoint:
     """The checkpoint with one more row of embedding and lm_head per adapter, a copy of the first token's."""
     tensors = {
-        name: _Widened(tensor, adapters, first_token_id) if name in _READ_OUT else tensor
+        name: _Widened(tensor, adapters, first_token_id) if name in (EMBEDDING, HEAD) else tensor
         for name, tensor in checkpoint.tensors.items()
     }
     return dataclasses.replace(checkpoint, tensors=tensors)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import openvino as ov
 from contract.errors import EngineFailed
 
 PIECE_TOKENS = 128
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 def save(model: ov.Model, folder: Path) -> None:

@@ -15,11 +15,9 @@ from build.base import hardware, layout, option_table
 from build.base.shape import Shape
 from build.package import container
 from build.recipe import commands
-from build.recipe.case import Case
 from build.recipe.recipe import Recipe
-from build.recipe.schema import TRTLLM, TRTLLM_VERSION
-from build.recipe.verdict import judge, require
-from contract.errors import EngineFailed, InvalidArgument, Unavailable
+from build.recipe.schema import TRTLLM_VERSION
+from contract.errors import EngineFailed, Unavailable
 
 HELP_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_]*")
@@ -32,10 +30,9 @@ class WrongMachine(Unavailable):
 def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
     """The folder of the compiled engine.
 
-    Raises InvalidArgument for a refused recipe, WrongMachine where there is no fitting GPU, container or checkpoint,
+    recipe: one that no rule refuses. Raises WrongMachine where there is no fitting GPU, container or checkpoint,
     EngineFailed when trtllm-build or what it wrote does not match the recipe.
     """
-    _check_recipe(recipe, shape)
     runtime = check_machine(recipe)
     check_checkpoint(recipe, shape)
     argv = commands.compile_engine(recipe, shape)
@@ -45,14 +42,6 @@ def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
         if (status := container.run(line, recipe, log)) != 0:
             raise EngineFailed(f"{line[0]} ended with status {status}; its output is in {layout.relative(log)}")
     return check_engine(recipe)
-
-
-def _check_recipe(recipe: Recipe, shape: Shape) -> None:
-    if recipe.kind != TRTLLM:
-        raise InvalidArgument(
-            "engine", f"{recipe.name} is of kind {recipe.kind!r}; only kind {TRTLLM!r} is compiled here"
-        )
-    require(recipe, judge(Case(recipe, shape)))
 
 
 def check_machine(recipe: Recipe) -> str:

@@ -33,7 +33,7 @@ from build.recipe.schema import EncoderRecipe
 from contract.encoder import KINDS, RERANK
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.manifest import EngineManifest, hash_files, load, verify
-from python_backends.encoder.tokens import Row, Tokens
+from python_backends.encoder.tokens import Tokens
 
 Notify = Callable[[str], None]
 # Sources that shape the files; tests/build/package/test_encoder.py says which imports are left out.
@@ -230,12 +230,11 @@ def _compared(
 
     length = tokens.max_seq_len
     forward = Forward(folder, _properties(recipe.precision), recipe.max_batch_size, recipe.max_num_tokens, length)
-    made_of = (
+    rows = (
         tokens.pairs("text", [(TEXTS[1], text) for text in TEXTS], length)
         if recipe.kind == RERANK
         else tokens.texts("text", TEXTS, length)
     )
-    rows = [row for row in made_of if isinstance(row, Row)]
     if any(max(row.ids) >= checkpoint.architecture.vocab_size for row in rows):
         raise CheckpointError("tokenizer.json gives ids that are beyond the model's vocab_size")
     exact = Forward(exact_folder, _properties(EXACT), 1, recipe.max_num_tokens, length).run(rows)

@@ -105,10 +105,9 @@ def _announced(
 def reference(checkpoint: Checkpoint, notify: Notify) -> LogitsSource:
     """The checkpoint itself, in f32 arithmetic. An exported graph has been compared with transformers' logits."""
     if checkpoint.graph is not None:
-        from build.model.openvino_engine import OpenVinoEngine
+        from build.model.openvino_engine import EXACT, OpenVinoEngine
 
-        exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-        return OpenVinoEngine(checkpoint.graph, exact, checkpoint.architecture.vocab_size)
+        return OpenVinoEngine(checkpoint.graph, EXACT, checkpoint.architecture.vocab_size)
     model = decoder.from_checkpoint(checkpoint)
     return Simulated.of(model, checkpoint.architecture.vocab_size, "reference", notify)
 

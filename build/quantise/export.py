@@ -65,6 +65,8 @@ def export(model: Path, into: Path) -> str:
     from optimum.intel.openvino import OVConfig
     from transformers import AutoModelForCausalLM
 
+    from build.model.openvino_engine import EXACT, OpenVinoEngine
+
     torch.set_num_threads(os.cpu_count() or 1)
     main_export(
         model_name_or_path=str(model),
@@ -80,28 +82,12 @@ def export(model: Path, into: Path) -> str:
     ids = np.random.default_rng(0).integers(0, original.config.vocab_size, (1, CHECKED_TOKENS))
     with torch.inference_mode():
         expected = original(torch.tensor(ids)).logits[0].numpy()
-    difference = float(np.abs(_logits(into, ids) - expected).max() / np.abs(expected).max())
+    found = next(OpenVinoEngine(into, EXACT, original.config.vocab_size).logits(ids))
+    difference = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not difference <= TOLERANCE:
         raise ValueError(f"its logits differ from transformers' by {difference:.2g} of the largest")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("optimum-intel", "transformers", "torch"))
     return f"exported with {versions}; f32 logits differ from transformers' by {difference:.1g} of the largest"
-
-
-def _logits(folder: Path, ids: np.ndarray) -> np.ndarray:
-    import openvino as ov
-
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    compiled = ov.Core().compile_model(folder / GRAPH, "CPU", exact)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
-        "position_ids": np.arange(ids.shape[1])[None],
-        "beam_idx": np.zeros(1, np.int32),
-    }
-    known = {port.any_name for port in compiled.inputs}
-    request = compiled.create_infer_request()
-    logits: np.ndarray = request.infer({name: value for name, value in inputs.items() if name in known})["logits"][0]
-    return logits
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ def candidates(recipe: Recipe) -> tuple[Recipe, ...]:
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
-    defaulted = recipe.quality in DEFAULT_QUALITY.values()
+    defaulted = "quality" not in recipe.given and recipe.quality in DEFAULT_QUALITY.values()
     for setting in SETTINGS:
         budget = DEFAULT_QUALITY[setting["precision"]] if defaulted else recipe.quality
         measured = recipe.kv_cache_measured and setting["kv_cache_precision"] in schema.MEASURED_KV

@@ -336,9 +336,9 @@ def build_engine(recipe: Recipe) -> list[str]:
     return [PYTHON, "-m", "build.engine", "--engine", recipe.name]
 
 
-def in_docker(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:
+def in_docker(argv: Sequence[str], recipe: Recipe) -> list[str]:
     """``argv`` inside the recipe's image, with the repository mounted as the working folder."""
-    mounts = _each("-v", [f"{root}:{MOUNT}", *(f"{folder}:{folder}:ro" for folder in _outside(recipe))])
+    mounts = _each("-v", [f"{layout.ROOT}:{MOUNT}", *(f"{folder}:{folder}:ro" for folder in _outside(recipe))])
     run = "docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864".split()
     return [*run, *mounts, "-w", MOUNT, *_each("-e", _environment(recipe)), recipe.image, *_entered(argv)]
 
@@ -346,16 +346,18 @@ def in_docker(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROO
 def enroot_import(recipe: Recipe) -> list[str]:
     """Makes the image an enroot file, once."""
     host, _, name = recipe.image.partition("/")
-    return ["enroot", "import", "-o", _path(enroot_image(recipe)), f"docker://{host}#{name}"]
+    registry = name and ("." in host or ":" in host or host == "localhost")  # else it is of Docker Hub
+    image = f"{host}#{name}" if registry else recipe.image
+    return ["enroot", "import", "-o", _path(enroot_image(recipe)), f"docker://{image}"]
 
 
 def enroot_image(recipe: Recipe) -> Path:
     return layout.ROOT / ".cache" / f"{recipe.image.rsplit('/', 1)[-1].replace(':', '-')}.sqsh"
 
 
-def in_enroot(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:
+def in_enroot(argv: Sequence[str], recipe: Recipe) -> list[str]:
     """``argv`` inside the imported image; enroot starts in its own folder, so the shell changes to ours first."""
-    mounts = _each("--mount", [f"{root}:{MOUNT}", *(f"{folder}:{folder}" for folder in _outside(recipe))])
+    mounts = _each("--mount", [f"{layout.ROOT}:{MOUNT}", *(f"{folder}:{folder}" for folder in _outside(recipe))])
     run = ["enroot", "start", "--rw", *mounts, *_each("--env", _environment(recipe)), _path(enroot_image(recipe))]
     return [*run, *_entered(argv, f"cd {MOUNT}; ")]
 
@@ -379,8 +381,7 @@ def _entered(argv: Sequence[str], first: str = "") -> list[str]:
 
 def _environment(recipe: Recipe) -> list[str]:
     """HF_TOKEN is passed on by name, so its value never stands in a printed line."""
-    values = {"HF_TOKEN": ""} | dict(recipe.environment)
-    return [f"{key}={value}" if value else key for key, value in values.items()]
+    return ["HF_TOKEN", *(f"{key}={value}" for key, value in recipe.environment.items())]
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from build.base import hardware, layout
 from build.model.calibration import CNN_DAILYMAIL, CPYTHON
 from build.recipe import commands, memory
 from build.recipe.case import Case, RuleBook, Severity
-from build.recipe.quantization import bias_problem
+from build.recipe.quantization import HF, TRTLLM, awq_problem, bias_problem, split_problem
 from build.recipe.rules import RULES
 from build.recipe.schema import CPU, LLMAPI, TRTLLM_VERSION
 
@@ -94,20 +94,10 @@ warn(
 @CHECKS.rule("S2", REFUSE)
 def ranks_must_divide_the_model(case: Case) -> str | None:
     arch, recipe = case.arch, case.recipe
-    if _divides(case):
-        kv, shared = arch.num_kv_heads, recipe.tp > arch.num_kv_heads
-        if max(recipe.tp, kv) % min(recipe.tp, kv):
-            return f"tp {recipe.tp} and the model's {kv} KV heads: one must be a multiple of the other"
-        if shared and recipe.precision in ("int8_sq", "fp8_pc_pt"):
-            return f"{recipe.precision} cannot share {kv} KV heads among tp {recipe.tp} ranks: ModelOpt's export fails"
-        return None
-    if arch.num_heads % recipe.tp:
-        return f"tp {recipe.tp} does not divide the model's {arch.num_heads} attention heads"
-    if arch.hidden_size % recipe.tp:
-        return f"tp {recipe.tp} does not divide the model's hidden size {arch.hidden_size}"
-    if arch.intermediate_size % recipe.tp:
-        return f"tp {recipe.tp} does not divide the model's intermediate size {arch.intermediate_size}"
-    return f"pp {recipe.pp} is more than the model's {arch.num_layers} layers"
+    format_of_kind = HF if recipe.kind == LLMAPI else TRTLLM
+    if (problem := split_problem(arch, recipe.tp, recipe.precision, format_of_kind)) is not None:
+        return f"tp {recipe.tp}: {problem}"
+    return f"pp {recipe.pp} is more than the model's {arch.num_layers} layers" if recipe.pp > arch.num_layers else None
 
 
 def _longest_prompt(case: Case) -> int | None:
@@ -198,22 +188,14 @@ def its_calibration_texts_must_be_there(case: Case) -> str | None:
     return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"
 
 
-@CHECKS.rule("Q3", REFUSE)
-def awq_blocks_must_divide_the_inputs(case: Case) -> str | None:
-    recipe, arch = case.recipe, case.arch
-    if recipe.kind != LLMAPI or "awq" not in recipe.precision:
-        return None  # R36 speaks of engines
-    inputs = {
-        "o_proj": arch.num_heads * arch.head_dim // recipe.tp,
-        "down_proj": arch.intermediate_size // recipe.tp,
-        "q_proj and gate_proj": arch.hidden_size,
-    }
-    for name, columns in inputs.items():
-        if columns % recipe.group_size:
-            return f"AWQ needs the {columns} inputs of {name} to be a multiple of group_size {recipe.group_size}"
-    return None
-
-
+refuse(
+    lambda case: (
+        case.recipe.kind == LLMAPI  # R36 speaks of engines
+        and "awq" in case.recipe.precision
+        and awq_problem(case.arch, case.recipe.tp, case.recipe.group_size, HF)
+    ),
+    "Q3: AWQ: {found}",
+)
 warn(
     lambda case: commands.unmeasured(case.recipe, case.shape),
     "Q4: verify cannot read the checkpoint of a recipe with {found}, so its quality is not measured: the build needs "

@@ -87,7 +87,8 @@ def check(job: Quantization, arch: Architecture) -> None:
         raise InvalidArgument(
             "kv_cache_dtype", f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
         )
-    _check_split(job, arch)
+    if (problem := split_problem(arch, job.tp_size, job.qformat, job.checkpoint_format)) is not None:
+        raise InvalidArgument("tp_size", problem)
     if job.checkpoint_format == TRTLLM and (problem := bias_problem(arch)) is not None:
         raise InvalidArgument("model", problem)
     if job.is_awq:
@@ -99,24 +100,25 @@ def _require(field: str, value: object, allowed: Any) -> None:
         raise InvalidArgument(field, f"must be one of {', '.join(str(a).lower() for a in allowed)}, got {value!r}")
 
 
-def _check_split(job: Quantization, arch: Architecture) -> None:
-    tp, kv_heads = job.tp_size, arch.num_kv_heads
+def split_problem(arch: Architecture, tp_size: int, qformat: str, checkpoint_format: str) -> str | None:
+    """Why the model cannot be split over tensor-parallel ranks, or None."""
+    kv_heads = arch.num_kv_heads
     sizes = {
         "num_attention_heads": arch.num_heads,
         "hidden_size": arch.hidden_size,
         "intermediate_size": arch.intermediate_size,
     }
     for name, size in sizes.items():
-        if size % tp:
-            raise InvalidArgument("tp_size", f"{tp} ranks cannot share the model's {name} {size} evenly")
-    if max(tp, kv_heads) % min(tp, kv_heads):
-        raise InvalidArgument("tp_size", f"{tp} ranks and {kv_heads} KV heads: one must be a multiple of the other")
-    if job.checkpoint_format == TRTLLM and tp > kv_heads and job.qformat in ("int8_sq", "fp8_pc_pt"):
-        raise InvalidArgument(
-            "tp_size",
-            f"{tp} ranks would share {kv_heads} KV head(s), which ModelOpt cannot do with one scale per output row "
-            f"({job.qformat}); use at most tp_size {kv_heads}, or fp8, int4_awq or w4a8_awq",
+        if size % tp_size:
+            return f"{tp_size} ranks cannot share the model's {name} {size} evenly"
+    if max(tp_size, kv_heads) % min(tp_size, kv_heads):
+        return f"{tp_size} ranks and {kv_heads} KV heads: one must be a multiple of the other"
+    if checkpoint_format == TRTLLM and tp_size > kv_heads and qformat in ("int8_sq", "fp8_pc_pt"):
+        shared = (
+            f"{tp_size} ranks would share {kv_heads} KV head(s), which ModelOpt cannot do with one scale per output"
         )
+        return f"{shared} row ({qformat}); use at most tp_size {kv_heads}, or fp8, int4_awq or w4a8_awq"
+    return None
 
 
 def bias_problem(arch: Architecture) -> str | None:
@@ -126,21 +128,28 @@ def bias_problem(arch: Architecture) -> str | None:
     return "its attention_bias puts a bias on o_proj, for which TensorRT-LLM's Qwen has no place; kind llmapi has one"
 
 
-def _check_blocks(job: Quantization, arch: Architecture) -> None:
+def awq_problem(arch: Architecture, tp_size: int, block: int, checkpoint_format: str) -> str | None:
+    """Why blocks of columns that share a scale do not divide what one rank multiplies (rule R36), or None."""
     # qkv, fc and gate have all their inputs on every rank, and yet ModelOpt's exporter for engines divides them.
-    sharing = job.tp_size if job.checkpoint_format == TRTLLM else 1
+    sharing = tp_size if checkpoint_format == TRTLLM else 1
     inputs = {
-        "attention.dense": arch.num_heads * arch.head_dim // job.tp_size,
-        "mlp.proj": arch.intermediate_size // job.tp_size,
-        "attention.qkv, mlp.fc and mlp.gate": arch.hidden_size // sharing,
+        "attention.dense": (arch.num_heads * arch.head_dim, tp_size),
+        "mlp.proj": (arch.intermediate_size, tp_size),
+        "attention.qkv, mlp.fc and mlp.gate": (arch.hidden_size, sharing),
     }
-    for module, columns in inputs.items():
-        if columns % job.awq_block_size:
-            fitting = [b for b in (128, 64) if all(c % b == 0 for c in inputs.values())]
-            instead = f"awq_block_size {fitting[0]}, " if fitting else ""
-            fewer = "a smaller tp_size, " if job.tp_size > 1 else ""
-            raise InvalidArgument(
-                "awq_block_size",
-                f"{module} has {columns} inputs on each of {job.tp_size} rank(s), not a multiple of the block of "
-                f"{job.awq_block_size} columns that share a scale (rule R36); use {instead}{fewer}fp8 or int8_sq",
-            )
+    for module, (columns, ranks) in inputs.items():
+        if columns % (ranks * block):
+            where = f"{module} has {columns // ranks} inputs on each of {tp_size} rank(s)"
+            return f"{where}, not a multiple of the block of {block} columns that share a scale"
+    return None
+
+
+def _check_blocks(job: Quantization, arch: Architecture) -> None:
+    problems = {
+        block: awq_problem(arch, job.tp_size, block, job.checkpoint_format) for block in (job.awq_block_size, 128, 64)
+    }
+    if (problem := problems[job.awq_block_size]) is not None:
+        fitting = [block for block in (128, 64) if problems[block] is None]
+        instead = f"awq_block_size {fitting[0]}, " if fitting else ""
+        fewer = "a smaller tp_size, " if job.tp_size > 1 else ""
+        raise InvalidArgument("awq_block_size", f"{problem} (rule R36); use {instead}{fewer}fp8 or int8_sq")

@@ -15,6 +15,7 @@ from build.base.option_table import nearest
 from build.base.shape import local_folder
 from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
+from build.recipe.quantization import TRTLLM, awq_problem
 
 REFUSE, WARN, INFORM = Severity.REFUSE, Severity.WARN, Severity.INFORM
 RULES = RuleBook()
@@ -397,25 +398,14 @@ refuse(
 )
 
 
-@RULES.rule("R36", REFUSE)
-def awq_blocks_must_divide_each_shard(case: Case) -> str | None:
-    if not case.quantizes or "awq" not in case.recipe.precision:
-        return None
-    arch, block, ranks = case.arch, case.recipe.group_size, case.recipe.tp
-    inputs = {
-        "attention.dense": arch.num_heads * arch.head_dim,
-        "mlp.proj": arch.intermediate_size,
-        "attention.qkv and mlp.fc": arch.hidden_size,  # whole on every rank, and yet the exporter divides them
-    }
-    for name, columns in inputs.items():
-        if columns % ranks or columns // ranks % block:
-            return (
-                f"AWQ needs the inputs of {name} on one rank ({columns} / {ranks}) to be a multiple of group_size "
-                f"{block}, or the export raises NotImplementedError"
-            )
-    return None
-
-
+refuse(
+    lambda case: (
+        case.quantizes
+        and "awq" in case.recipe.precision
+        and awq_problem(case.arch, case.recipe.tp, case.recipe.group_size, TRTLLM)
+    ),
+    "R36: AWQ: {found}, or the export raises NotImplementedError",
+)
 warn(
     lambda case: (
         case.quantizes

@@ -219,6 +219,8 @@ def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkp
     assert engine.recipe_for("mine", None, None) == made
     assert len(build(engine.recipe_for("mine", None, None), layout.ENGINES)) == 1
     assert engine.recipe_for("mine", None, "bf16").precision == "bf16"
+    build(engine.recipe_for("mine", str(checkpoint), "int8"), layout.ENGINES)
+    assert engine.recipe_for("mine", None, "int4") == made, "calibrated, as when the model was given"
     (layout.ENGINES / "mine" / "manifest.json").write_text("{")
     with pytest.raises(InvalidArgument, match="model: .*mine has no recipe and no manifest .*; name its model again"):
         engine.recipe_for("mine", None, None)

@@ -27,7 +27,10 @@ class Reference:
         """f32[d], the embedding of a text, or f32[1], the score of a pair. ids, types: of its tokens."""
         arch, spec = self._checkpoint.architecture, self._checkpoint.encoder
         if self._decoder is not None:
-            hidden = next(self._decoder.hidden_states(np.asarray([ids])))
+            states = self._decoder.embed(np.asarray([ids]))
+            for make_layer in self._decoder.layers:
+                self._decoder.advance(states, make_layer())
+            hidden = decoder.rms_norm(states[0], self._decoder.final_norm, self._decoder.architecture.rms_norm_eps)
         else:
             assert isinstance(arch, BertArchitecture)
             hidden = self._bert(arch, np.asarray(ids), np.asarray(types))

@@ -50,6 +50,27 @@ def test_the_files_of_sentence_transformers_say_how_texts_become_vectors(tmp_pat
     assert {path.name for path in opened.files()} >= {"modules.json", "config.json", "model.safetensors"}
 
 
+def test_newer_sentence_transformers_name_the_pooling_and_leave_the_longest_text_to_the_tokenizer(tmp_path):
+    folder = tiny.write_sentence_files(tiny.write_bert(tmp_path, tiny.BERT))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"transformer_task": "feature-extraction"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 24}))
+    for named, pooling in (("cls", "cls"), (["lasttoken"], "last"), ("mean", "mean")):
+        pooled = {"embedding_dimension": 32, "pooling_mode": named, "include_prompt": True}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooled))
+        opened = open_encoder(folder, "embedding")
+        assert (opened.encoder.pooling, opened.max_seq_len) == (pooling, 24)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": int(1e30)}))  # no limit of its own
+    assert open_encoder(folder, "embedding").max_seq_len == 64
+
+
+def test_a_decoder_saved_without_its_head_is_an_embedding_model(tmp_path):
+    folder = tiny.write_qwen3(tmp_path, bare=True)
+    edit(folder / "config.json", architectures=["Qwen3Model"])
+    assert kind_of(folder) == "embedding"
+    assert open_encoder(folder, "embedding").architecture.name == "Qwen3ForCausalLM"
+    assert "architectures must be one of BertForSequenceClassification, " in refusal(folder, "rerank")
+
+
 def test_without_those_files_it_is_the_mean_of_all_tokens_and_of_a_decoder_the_last(tmp_path):
     bert = open_encoder(tiny.write_bert(tmp_path / "bert", tiny.BERT), "embedding").encoder
     decoder = open_encoder(tiny.write_qwen3(tmp_path / "qwen", bare=True), "embedding").encoder
@@ -83,7 +104,7 @@ def test_a_cross_encoder_has_the_sigmoid_unless_its_config_says_otherwise(tmp_pa
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
         ({"hidden_size": "x"}, "hidden_size must be a positive integer, got 'x'"),
-        ({"architectures": ["NomicBertModel"]}, "NomicBertModel"),
+        ({"architectures": ["NomicBertModel"]}, "must be one of BertModel, XLMRobertaModel, "),
         ({"vocab_size": 60}, "embeddings.word_embeddings.weight is [64, 32]"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions"),
     ],
@@ -92,6 +113,12 @@ def test_what_the_graph_cannot_compute_is_refused_by_name(tmp_path, changes, wor
     tiny.write_bert(tmp_path, tiny.BERT)
     edit(tmp_path / "config.json", **changes)
     assert words in refusal(tmp_path)
+
+
+def test_an_activation_of_a_reranker_that_the_graph_lacks_is_refused(tmp_path):
+    activation = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}
+    tiny.write_bert(tmp_path, tiny.RERANKER | activation)
+    assert "must be one of Sigmoid, Identity, got torch.nn.modules.activation.Tanh" in refusal(tmp_path, "rerank")
 
 
 def test_a_reranker_has_one_label_and_is_no_embedding_model(tmp_path):
@@ -112,6 +139,8 @@ def test_a_reranker_has_one_label_and_is_no_embedding_model(tmp_path):
         ("modules.json", {"type": "x"}, "must be a list of objects"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens; supported is one of"),
         ("1_Pooling/config.json", {}, "the pooling is none"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "the pooling is mean, max"),
+        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "include_prompt must be true"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),

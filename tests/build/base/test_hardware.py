@@ -12,6 +12,13 @@ from build.base import hardware
         ("NVIDIA L40S", "l40s"),
         ("a100", "a100-80gb"),
         ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("h100-sxm", "h100"),
     ],
 )
 def test_cards_are_found_by_the_names_people_and_drivers_use(name, card):
@@ -39,21 +46,31 @@ def test_the_support_matrix_is_that_of_the_documentation():
     assert hardware.supporting("bf16") == hardware.SMS
 
 
-def test_cards_of_this_machine_are_read_from_the_drivers_table():
-    table = "NVIDIA H100 80GB HBM3, 9.0, 81559, 590.44.01\nNVIDIA L4, 8.9, 23034, 590.44.01\n"
-    cards = hardware.present(lambda command: table)
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A function that puts a program of that name into the way, which runs a line of shell."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(line: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return write
+
+
+def test_cards_of_this_machine_are_read_from_the_drivers_table(nvidia_smi):
+    nvidia_smi(r"printf 'NVIDIA H100 80GB HBM3, 9.0, 81559, 590.44.01\nNVIDIA L4, 8.9, 23034, 590.44.01\n'")
+    cards = hardware.present()
     assert [(card.sm, card.driver) for card in cards] == [(90, "590.44.01"), (89, "590.44.01")]
     assert cards[0].memory_gib == pytest.approx(79.6, abs=0.1)
     assert hardware.find(cards[0].name).name == "h100"
 
 
-@pytest.mark.parametrize("table", ["", "No devices were found\n", "x, [N/A], [N/A], 1\n"])
-def test_a_driver_without_cards_gives_none(table):
-    assert hardware.present(lambda command: table) == []
+@pytest.mark.parametrize("line", ["true", "echo No devices were found", "echo 'x, [N/A], [N/A], 1'", "exit 9"])
+def test_a_driver_without_cards_gives_none(nvidia_smi, line):
+    nvidia_smi(line)
+    assert hardware.present() == []
 
 
-def test_a_tool_without_a_driver_gives_none():
-    def fails(command: list[str]) -> str:
-        raise OSError("NVIDIA-SMI has failed")
-
-    assert hardware.present(fails) == []
+def test_a_machine_without_the_tool_has_none(nvidia_smi):
+    assert hardware.present() == []

@@ -7,6 +7,7 @@ import pytest
 
 from build.base.checkpoint import open_checkpoint
 from build.model import lora_adapter
+from contract.errors import InvalidArgument
 from tests.fakes import checkpoints, numpy_llama
 
 torch = pytest.importorskip("torch")
@@ -79,5 +80,8 @@ def test_the_command_reads_chats_and_texts_and_names_a_line_that_is_neither(base
     command = ["--model", str(folder), "--texts", str(texts), "--out", str(tmp_path / "out"), "--steps", "2"]
     assert train_adapter.main(command) == 0 and "loss" in capsys.readouterr().out
     assert lora_adapter.record("out", str(tmp_path / "out")).rank == 8
-    with pytest.raises(ValueError, match='line 1: must have "messages" or "text"'):
-        train_adapter.texts_of(["[]"], None)
+    for line in ("[]", "no JSON"):
+        with pytest.raises(InvalidArgument, match='texts: line 1: must have "messages" or "text"'):
+            train_adapter.texts_of([line], None)
+    with pytest.raises(InvalidArgument, match="texts: must hold a text of at least two tokens, got none"):
+        train_adapter.texts_of([], None)

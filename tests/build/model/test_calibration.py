@@ -62,6 +62,19 @@ def test_the_seed_decides_the_blocks_and_their_hash(texts, seed):
     assert (draw(seed).sha256 == other.sha256) == np.array_equal(draw(seed).ids, other.ids)
 
 
+def test_a_long_text_is_not_copied_for_every_piece():
+    class Counted(list):
+        copied = 0
+
+        def __getitem__(self, at):
+            piece = Counted(super().__getitem__(at))
+            Counted.copied += len(piece)
+            return piece
+
+    blocks = token_blocks(["x"], lambda text: Counted(range(10_000)), size=50, max_seq_length=100)
+    assert blocks.ids.ravel().tolist() == list(range(5_000)) and Counted.copied == 5_000
+
+
 def test_texts_without_tokens_are_refused():
     for separator_id in (None, 0):
         with pytest.raises(InvalidArgument, match="calibration.dataset: its texts have no tokens"):

@@ -64,6 +64,18 @@ def test_it_computes_what_our_own_builder_makes_of_the_same_weights(name, precis
     assert sizes[1] <= sizes[0] * 1.02 + 2000
 
 
+def test_an_embedding_whose_shape_is_read_too_is_compressed(tmp_path):
+    table = ops.constant(np.random.default_rng(0).standard_normal((331, 64)).astype(np.float32))
+    ids = ops.parameter([1, -1], ov.Type.i64)
+    rows = ops.gather(table, ids, graph.i64(0))
+    widened = ops.add(rows, ops.convert(ops.reduce_max(ops.shape_of(table), graph.i64([0]), False), ov.Type.f32))  # OPT
+    save(ov.Model([ops.result(ops.matmul(widened, table, False, True))], [ids], "tied"), tmp_path / "graph")
+    checkpoints.write(tmp_path / "own", checkpoints.CONFIGS["llama_gqa"])
+    opened = checkpoints_of.open_checkpoint(tmp_path / "own")
+    stored, _ = exported_graph.matrices(dataclasses.replace(opened, graph=tmp_path / "graph"))
+    assert list(stored.tensors) == ["model.embed_tokens.weight"]
+
+
 def test_matrices_of_experts_are_stored_in_eight_bits(tmp_path):
     experts = np.random.default_rng(0).standard_normal((3, 32, 64)).astype(np.float32)
     x = ops.parameter([3, -1, 64], ov.Type.f32)

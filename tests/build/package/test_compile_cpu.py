@@ -13,8 +13,9 @@ import pytest
 
 from build.base import layout
 from build.base.checkpoint import CheckpointError, open_checkpoint
+from build.model import graph
 from build.model.weights import quantize_int4, quantize_int8
-from build.package.compile_cpu import check, compile_cpu, properties
+from build.package.compile_cpu import check, compile_cpu, properties, require_servable
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import InvalidArgument
@@ -224,3 +225,20 @@ def test_activations_in_8_bits_are_refused_with_adapters_and_for_exported_graphs
     exported = dataclasses.replace(opened, architecture=dataclasses.replace(opened.architecture, exported=True))
     with pytest.raises(InvalidArgument, match="precision: must be .* optimum-intel writes; got 'int8_sq'"):
         check(exported, recipe("int8_sq"))
+
+
+def test_a_graph_that_continuous_batching_would_change_is_refused(tmp_path, monkeypatch):
+    engine, _ = compiled(tmp_path / "as-written", LLAMA, made := recipe("fp32"))
+    arch = open_checkpoint(tmp_path / "as-written" / "checkpoint").architecture
+    require_servable(engine, properties(made), arch)
+    plain = graph._attention_bias
+
+    def by_distance(mask, new):  # as ALiBi: near keys count for more
+        bias = plain(mask, new)
+        keys = graph.ops.convert(graph.ops.cum_sum(mask, graph.i64(1)), ov.Type.f32)
+        return graph.ops.add(bias, graph.ops.unsqueeze(keys, graph.i64([1, 2])))
+
+    monkeypatch.setattr(graph, "_attention_bias", by_distance)
+    engine, _ = compiled(tmp_path / "biased", LLAMA, made)
+    with pytest.raises(CheckpointError, match="continuous batching: it leaves out a part of the attention: log prob"):
+        require_servable(engine, properties(made), arch)

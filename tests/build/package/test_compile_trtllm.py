@@ -18,7 +18,7 @@ from build.package.compile_trtllm import WrongMachine, check_engine, compile_trt
 from build.recipe import commands
 from build.recipe.recipe import Recipe
 from build.recipe.schema import IMAGE
-from contract.errors import EngineFailed, InvalidArgument
+from contract.errors import EngineFailed
 
 H100 = [("NVIDIA H100 80GB HBM3", "9.0", 81559)]
 
@@ -73,13 +73,6 @@ def test_a_machine_without_any_container_is_refused(bare):
     gpu_machine.driver(bare, H100)
     with pytest.raises(WrongMachine, match="neither trtllm-build nor docker nor enroot"):
         compile_(make())
-
-
-def test_a_refused_recipe_is_not_compiled(ready):
-    with pytest.raises(InvalidArgument, match=r"is refused by R17: .*without build.streamingllm"):
-        compile_(make(build={"streamingllm": "enable"}))
-    with pytest.raises(InvalidArgument, match="kind 'llmapi'"):
-        compile_(make(kind="llmapi"))
 
 
 def test_without_a_checkpoint_it_says_how_to_make_one(bare):

@@ -10,6 +10,7 @@ from build.recipe import recipe as recipes
 from contract import manifest
 from contract.encoder import Encoder
 from contract.errors import EngineFailed, InvalidArgument
+from tests.fakes import checkpoints, gguf_models
 from tests.fakes import tiny_encoders as tiny
 
 pytestmark = pytest.mark.slow  # builds engines
@@ -122,6 +123,13 @@ def test_qwen3s_embedding_is_that_of_the_last_token(tmp_path):
     found = Encoder.from_manifest(json.loads((folder / "manifest.json").read_text())["encoder"])
     assert (found.pooling, found.matryoshka_dimensions, found.dimensions) == ("last", (16, 32), 64)
     assert np.isfinite(manifest.load(folder).evaluation["least_cosine"])
+
+
+def test_an_encoder_is_built_from_a_gguf_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder.layout, "FETCHED", tmp_path / "cache")
+    file = gguf_models.write(tmp_path / "model.gguf", checkpoints.CONFIGS["qwen3"])
+    folder, _ = build(tmp_path, file)
+    assert manifest.verify(folder).encoder["pooling"] == "last"
 
 
 def test_every_source_that_shapes_an_encoder_is_in_its_version(sources_imported):

@@ -30,6 +30,7 @@ FAMILIES = {
     "granite": {},
     "olmo2": {},
     "smollm3": {},
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 96},
     "qwen3_moe": {"head_dim": 16, "decoder_sparse_step": 1} | EXPERTS,
 }
 
@@ -119,10 +120,36 @@ def test_names_of_older_families_are_read():
     old = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 32, "n_head": 4, "n_layer": 3}
     found = architecture.from_config(old | {"n_positions": 64}, any_family=True)
     assert (found.hidden_size, found.num_heads, found.num_layers, found.max_positions) == (32, 4, 3, 64)
+    neo = {
+        "architectures": ["GPTNeoForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_layers": 3,
+    }
+    found = architecture.from_config(neo | {"intermediate_size": None}, any_family=True)
+    assert (found.intermediate_size, found.num_heads, found.num_layers) == (128, 4, 3)
+    mpt = {"architectures": ["MptForCausalLM"], "vocab_size": 100, "d_model": 32, "n_heads": 2, "n_layers": 5}
+    found = architecture.from_config(mpt | {"max_seq_len": 64}, any_family=True)
+    assert (found.hidden_size, found.num_heads, found.num_layers, found.max_positions) == (32, 2, 5, 64)
     with pytest.raises(architecture.UnsupportedModel, match="hidden_size"):
         architecture.from_config({"architectures": ["GPT2LMHeadModel"], "vocab_size": 100}, any_family=True)
     with pytest.raises(architecture.UnsupportedModel, match="already quantised"):
         architecture.from_config(old | {"quantization_config": {"quant_method": "gptq"}}, any_family=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kv_heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({}, 4),
+    ],
+)
+def test_the_kv_heads_of_falcon_and_starcoder_are_read(keys, kv_heads):
+    falcon = {"architectures": ["FalconForCausalLM"], "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4}
+    found = architecture.from_config(falcon | {"num_hidden_layers": 2} | keys, any_family=True)
+    assert found.num_kv_heads == kv_heads
 
 
 def test_without_the_build_environment_the_remedy_is_named(tmp_path, monkeypatch):

@@ -55,6 +55,8 @@ def test_every_candidate_has_its_own_precisions_budget_unless_the_recipe_gives_o
     ]
     own = choice.candidates(recipe(quality={"kl": 0.5}))
     assert {one.quality.kl for one in own} == {0.5}
+    strict = recipes.DEFAULT_QUALITY["bf16"]  # given for every precision, although it is the default of one
+    assert {one.quality for one in choice.candidates(recipe(quality=dataclasses.asdict(strict)))} == {strict}
 
 
 @pytest.mark.parametrize("key", ["kv_cache_precision", "head_precision", "group_size"])

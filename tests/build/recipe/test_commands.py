@@ -162,6 +162,8 @@ def test_docker_mounts_the_repository_and_what_lies_outside_it(tmp_path):
     argv = commands.in_docker(["true"], make(model=str(tmp_path), environment={"NCCL_DEBUG": "INFO"}))
     mounts = [argv[n + 1] for n, word in enumerate(argv) if word == "-v"]
     assert mounts == [f"{layout.ROOT}:/trident", f"{tmp_path}:{tmp_path}:ro"]
+    empty = commands.in_docker(["true"], make(environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert "CUDA_VISIBLE_DEVICES=" in empty, "without the sign docker takes this machine's value"
     assert "NCCL_DEBUG=INFO" in argv and argv[argv.index("-w") + 1] == "/trident"
     assert argv[argv.index(schema.IMAGE) + 1] == "bash" and argv[-1] == "true"
 
@@ -174,6 +176,9 @@ def test_the_hub_token_is_passed_on_by_name_only(monkeypatch):
 
 def test_enroot_imports_the_same_image():
     assert commands.enroot_import(make())[-1] == "docker://nvcr.io#nvidia/tritonserver:26.07-trtllm-python-py3"
+    for image in ("nvidia/trt:1", "mine:2"):  # of Docker Hub, which has no name before the sign
+        assert commands.enroot_import(make(image=image))[-1] == f"docker://{image}"
+    assert commands.enroot_import(make(image="localhost:5000/trt:1"))[-1] == "docker://localhost:5000#trt:1"
     assert "cd /trident" in commands.line(commands.in_enroot(["true"], make()))
 
 

@@ -67,10 +67,12 @@ def test_s1_sequences_must_not_outgrow_the_model():
 
 
 def test_s2_ranks_must_divide_the_model():
-    assert "28 attention heads" in reason("S2", model=QWEN_7B, tp=8)
+    assert "num_attention_heads 28 evenly" in reason("S2", model=QWEN_7B, tp=8)
     assert reason("S2", model=QWEN_7B, pp=16) is None
     assert reason("S2", model=QWEN_7B, tp=4) is None
-    assert "cannot share 8 KV heads" in reason("S2", tp=16, precision="int8_sq", kv_cache_precision="auto")
+    shared = {"tp": 16, "kv_cache_precision": "auto"}
+    assert "would share 8 KV head(s), which ModelOpt cannot" in reason("S2", precision="int8_sq", **shared)
+    assert reason("S2", kind="llmapi", precision="fp8_pc_pt", **shared) is None, "the LLM API shares them itself"
     assert reason("S2", tp=16) is None
 
 
@@ -156,7 +158,10 @@ def test_b4_the_image_must_hold_the_pinned_version():
         ({"precision": "bf16"}, {"Q1": "no fp8 KV cache"}),
         ({"calibration": {"dataset": "./nowhere"}}, {"Q2": "neither a local file or folder"}),
         ({"calibration": {"dataset": "wikitext"}}, {"Q2": "nor cnn_dailymail"}),
-        ({"precision": "int4_awq", "group_size": 256}, {"Q3": "896 inputs of o_proj"}),
+        (
+            {"precision": "int4_awq", "group_size": 256},
+            {"Q3": "attention.dense has 896 inputs on each of 1 rank(s), not a multiple of the block of 256"},
+        ),
         ({"precision": "int4_awq"}, {}),
         ({"calibration": {"dataset": "cpython"}}, {}),
     ],

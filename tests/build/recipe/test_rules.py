@@ -355,7 +355,9 @@ def test_r36_awq_blocks_must_divide_each_shard(tmp_path):
     awq = {"precision": "w4a8_awq", "model": QWEN_7B}
     assert reason("R36", tp=4, **awq) is None  # 3584 / 4 = 7 x 128, 18944 / 4 = 37 x 128
     # 1536 / 4 = 3 x 128, but 8960 / 4 = 2240 is no multiple of 128.
-    assert "mlp.proj on one rank (8960 / 4)" in reason("R36", tp=4, **awq | {"model": "Qwen/Qwen2.5-1.5B-Instruct"})
+    assert "mlp.proj has 2240 inputs on each of 4 rank(s), not" in reason(
+        "R36", tp=4, **awq | {"model": "Qwen/Qwen2.5-1.5B-Instruct"}
+    )
     small = {"precision": "int4_awq", "kv_cache_precision": "auto", "model": "Qwen/Qwen2.5-0.5B-Instruct"}
     assert "attention.dense" in reason("R36", tp=2, **small)  # 896 / 2 = 448
     assert reason("R36", tp=2, group_size=64, **small) is None
@@ -365,7 +367,7 @@ def test_r36_awq_blocks_must_divide_each_shard(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(wide | {"num_attention_heads": 4, "num_key_value_heads": 4}))
     small |= {"model": str(tmp_path), "group_size": 128}  # heads of 128 on 384
     assert reason("R36", tp=1, **small) is None
-    assert "attention.qkv and mlp.fc on one rank (384 / 2)" in reason("R36", tp=2, **small)
+    assert "attention.qkv, mlp.fc and mlp.gate has 192 inputs on each of 2 rank(s)" in reason("R36", tp=2, **small)
 
 
 def test_r37_awq_pads_the_vocabulary(tmp_path):
