@@ -44,7 +44,6 @@ def compare(
     *,
     alpha: float = 0.05,
     power: float = 0.8,
-    seed: int = 0,
 ) -> Paired:
     """Return what f64[n] differences show about a loss of ``margin`` (at least 0).
 
@@ -53,7 +52,7 @@ def compare(
         cases do not pass for certainty.
     """
     count = len(differences)
-    means, one = resampled_means(np.concatenate([differences, [reach, -reach]]), seed), reach / (count + 2)
+    means, one = resampled_means(np.concatenate([differences, [reach, -reach]])), reach / (count + 2)
     low, high = float(np.quantile(means, alpha)) - one, float(np.quantile(means, 1 - alpha)) + one
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     mean, variance = (float(differences.mean()), float(differences.var())) if count else (0.0, 0.0)
@@ -72,16 +71,16 @@ def compare(
     )
 
 
-def resampled_means(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return the means of f64[n] values drawn n times with replacement: f64[resamples]."""
+def resampled_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of f64[n] values drawn n times with replacement, always the same draws: f64[RESAMPLES]."""
     unique, counts = np.unique(values, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=resamples)
+    drawn = np.random.default_rng(0).multinomial(len(values), counts / len(values), size=RESAMPLES)
     return drawn @ unique / len(values)
 
 
-def mean_interval(values: np.ndarray, confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Return the bootstrap interval of the mean of f64[n] values."""
-    low, high = np.quantile(resampled_means(values, seed), [(1 - confidence) / 2, (1 + confidence) / 2])
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
+    """Return the bootstrap interval, with 95 % confidence, of the mean of f64[n] values."""
+    low, high = np.quantile(resampled_means(values), [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -15,7 +15,7 @@ class EngineLimits:
 
     max_seq_len: tokens of prompt and output together.
     max_batch_size: sequences at once.
-    kv_cache_blocks: size of the KV cache in blocks of ``block_tokens`` tokens.
+    kv_cache_blocks: size of the KV cache in blocks of BLOCK_TOKENS tokens.
     max_draft_len: draft tokens that a step of a CPU engine may verify beside each sequence's own; 0 if it never drafts.
     """
 
@@ -23,7 +23,6 @@ class EngineLimits:
     max_seq_len: int
     max_batch_size: int
     kv_cache_blocks: int
-    block_tokens: int = BLOCK_TOKENS
     max_draft_len: int = 0
 
     @classmethod
@@ -40,7 +39,7 @@ class EngineLimits:
     @property
     def kv_cache_tokens(self) -> int:
         """Tokens of one sequence that the whole KV cache can hold."""
-        return self.kv_cache_blocks * self.block_tokens
+        return self.kv_cache_blocks * BLOCK_TOKENS
 
     @property
     def draft_pool_blocks(self) -> int:
@@ -49,7 +48,7 @@ class EngineLimits:
 
     def blocks(self, tokens: int) -> int:
         """Return the KV cache blocks of a sequence of ``tokens`` tokens."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // BLOCK_TOKENS)
 
     def draft_blocks(self, tokens: int) -> int:
         """Return the blocks of a sequence in the pipeline that drafts: of its tokens and of the drafts beside them."""
@@ -83,6 +82,6 @@ def check_fits(
     if blocks > limits.kv_cache_blocks:
         raise PromptTooLong(
             output,
-            f"must need at most {limits.kv_cache_blocks} KV cache blocks of {limits.block_tokens} tokens together with "
+            f"must need at most {limits.kv_cache_blocks} KV cache blocks of {BLOCK_TOKENS} tokens together with "
             f"the prompt, got {total} tokens, which need {blocks}",
         )

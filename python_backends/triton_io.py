@@ -158,7 +158,9 @@ def _tensor(name: str, array: np.ndarray) -> Any:
 def error_response(error: TridentError) -> Any:
     """Return an InferenceResponse with a Triton error whose message is ``errors.to_text``."""
     code = getattr(pb_utils.TritonError, _TRITON_CODE.get(error.grpc_status, "INTERNAL"))
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(errors.to_text(error), code))
+    # It may quote what a client wrote in JSON as \ud800, half a character that Triton's type does not take.
+    text = errors.to_text(error).encode(errors="backslashreplace").decode()
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(text, code))
 
 
 def stop_request(model: str, request_id: str) -> None:

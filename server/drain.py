@@ -9,6 +9,7 @@ while the drain file exists, and a model that cannot load makes the server's rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -62,23 +63,12 @@ async def drain(
     idle = IdleDetector(IDLE_S)
     if await _is_idle_within(drain_s, admin, scrape, idle, model):
         return DrainResult.COMPLETED
-    aborts = asyncio.create_task(_keep_aborting(control_socket, reason))
+    aborts = asyncio.create_task(keep_aborting(control_socket, reason))
     try:
         aborted = await _is_idle_within(abort_s, admin, scrape, idle, model)
         return DrainResult.ABORTED if aborted else DrainResult.CUT_OFF
     finally:
         aborts.cancel()
-
-
-def abort(control_socket: str, reason: str) -> bool:
-    """Tell the engine to end every request with an error; return False if no engine listens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.setblocking(False)
-        try:
-            sender.sendto(f"abort {reason}".encode(), f"\0{control_socket}")
-        except OSError:
-            return False
-    return True
 
 
 async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: Path, model: str) -> None:
@@ -93,11 +83,14 @@ async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: P
         await admin.unload(model)
 
 
-async def _keep_aborting(control_socket: str, reason: str) -> None:
-    """Abort repeatedly: a request still in the tokenizer reaches the engine after the first abort."""
-    while True:
-        abort(control_socket, reason)
-        await asyncio.sleep(ABORT_INTERVAL_S)
+async def keep_aborting(control_socket: str, reason: str) -> None:
+    """Tell the engine to end every request with an error, until cancelled: those still in the tokenizer come later."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        while True:
+            with contextlib.suppress(OSError):  # no engine listens now, or its queue is full
+                sender.sendto(f"abort {reason}".encode(), f"\0{control_socket}")
+            await asyncio.sleep(ABORT_INTERVAL_S)
 
 
 async def _is_idle_within(limit_s: float, admin: AdminClient, scrape: Scrape, idle: IdleDetector, model: str) -> bool:

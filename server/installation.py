@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import InvalidArgument, Unavailable
+from server import python_version
 from server.machine import package
 
-PYTHONS = ((3, 10), (3, 11), (3, 12))
 GLIBC = (2, 35)
 IN_IMAGES = Path("/opt/tritonserver")  # in NVIDIA's images
 STUB = "triton_python_backend_stub"
@@ -92,7 +92,8 @@ def embedded_python(stub: Path) -> str | None:
 
 
 def _in_wheel() -> Installation:
-    check_python(sys.version_info[:2])
+    if problem := python_version.problem(sys.version_info[:2]):
+        raise Unavailable(problem)
     check_glibc(_glibc())
     check_numpy(package("numpy"))
     spec = importlib.util.find_spec("pytriton")
@@ -113,14 +114,6 @@ def _in_wheel() -> Installation:
                 f"the nvidia-pytriton wheel is incomplete: {path} is missing; `make setup` installs it again"
             )
     return found
-
-
-def check_python(version: tuple[int, int]) -> None:
-    if version not in PYTHONS:
-        raise Unavailable(
-            f"Python {version[0]}.{version[1]} cannot run Triton's Python models; use 3.10, 3.11 or 3.12 "
-            "(their backend needs numpy < 2, which has no build for others)"
-        )
 
 
 def check_glibc(version: tuple[int, int] | None) -> None:

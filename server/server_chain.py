@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from contract import encoder, manifest
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import InvalidArgument
 from server import ports
 from server.settings import PORT_FIELDS, Settings
 
@@ -56,7 +56,10 @@ def drain_s_of(command: Sequence[str], drain_s: float) -> float:
 
 
 def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
-    """Return the variables with which a gateway serves every engine as a model of its name."""
+    """Return the variables with which a gateway serves every engine as a model of its name.
+
+    Raises NotFound, EngineFailed for an engine that cannot be read: before the first one is loaded.
+    """
     hosts = {server.engine: f"{server.reachable_host}:{server.grpc_port}" for server in servers}
     scraped = (f"{hosts[one.engine]}=http://{one.reachable_host}:{one.metrics_port}/metrics" for one in servers)
     encoders = [one.engine for one in servers if is_encoder(one)]
@@ -72,8 +75,5 @@ def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
 
 
 def is_encoder(server: Settings) -> bool:
-    """Whether its engine makes embeddings or scores; an engine that cannot be read is reported when it is served."""
-    try:
-        return manifest.load(server.engines_dir / server.engine).kind in encoder.KINDS
-    except TridentError:
-        return False
+    """Whether its engine makes embeddings or scores. Raises NotFound, EngineFailed: it cannot be read."""
+    return manifest.load(server.engines_dir / server.engine).kind in encoder.KINDS

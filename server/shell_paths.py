@@ -15,11 +15,6 @@ from server import shared_memory
 SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
-def is_shell_safe(path: Path) -> bool:
-    """Return whether a shell reads ``path`` as one unchanged word."""
-    return SAFE.fullmatch(str(path)) is not None
-
-
 def shell_safe(path: Path, name: str, shm_prefix: str, folder: Path = shared_memory.FOLDER) -> Path:
     """Return ``path`` if it is shell-safe, else a link to it.
 
@@ -27,7 +22,7 @@ def shell_safe(path: Path, name: str, shm_prefix: str, folder: Path = shared_mem
     folder: of the link.
     Raises Unavailable: the link cannot be made.
     """
-    if is_shell_safe(path):
+    if SAFE.fullmatch(str(path)):
         return path
     link = folder / f"{shm_prefix}{name}"
     try:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.generation import Guide
+from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.coalescing_window import CoalescingWindow
 from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
@@ -75,7 +76,7 @@ class Engine:
         self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
         cost = ServingCost(ServerCpu().read)
         self._window = CoalescingWindow(max_coalesce_ns, cost)
-        self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
+        self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, BLOCK_TOKENS)
         self._starts = WorkerStarts()
         self._last_step = StepReport(0, 0)
         self._steps = 0

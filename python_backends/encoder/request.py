@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from contract.encoder import EMBEDDING, RERANK, Encoder
 from contract.errors import InvalidArgument
@@ -32,8 +33,7 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
     Raises:
         InvalidArgument: a field holds what it may not; names it, with the row where it is one row's.
     """
-    most = inputs.array("truncate_prompt_tokens")
-    longest = None if most is None else int(most.reshape(-1)[0])
+    longest: int | None = _of_all("truncate_prompt_tokens", inputs.values("truncate_prompt_tokens"))
     if longest is not None and longest != -1 and not 1 <= longest <= tokens.max_seq_len:
         problem = f"must be -1 or 1 to {tokens.max_seq_len}, the model's limit, got {longest}"
         raise InvalidArgument("truncate_prompt_tokens", problem)
@@ -50,12 +50,8 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
         rows = tokens.ids("input_ids", [_given(row) for row in ids.tolist()], longest)
         return EncoderRequest(tuple(rows), len(rows), dimensions, False)
     if not pairs:
-        return EncoderRequest(
-            tuple(_checked(tokens.texts("text_input", _prompted(inputs, encoder, texts), longest))),
-            len(texts),
-            dimensions,
-            False,
-        )
+        rows = tokens.texts("text_input", _prompted(inputs, encoder, texts), longest)
+        return EncoderRequest(tuple(rows), len(texts), dimensions, False)
     if len(pairs) != len(texts):
         raise InvalidArgument(
             "text_pair", f"must have one entry for each of text_input, {len(texts)}, got {len(pairs)}"
@@ -63,10 +59,9 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
     if kind == EMBEDDING:
         queries = [encoder.prompts.get("query", "") + text for text in texts]
         documents = [encoder.prompts.get("document", "") + text for text in pairs]
-        rows = _checked(tokens.texts("text_input", queries, longest))
-        rows += _checked(tokens.texts("text_pair", documents, longest))
+        rows = tokens.texts("text_input", queries, longest) + tokens.texts("text_pair", documents, longest)
     else:
-        rows = _checked(tokens.pairs("text_pair", list(zip(texts, pairs, strict=True)), longest))
+        rows = tokens.pairs("text_pair", list(zip(texts, pairs, strict=True)), longest)
     return EncoderRequest(tuple(rows), len(texts), dimensions, True)
 
 
@@ -77,10 +72,10 @@ def _given(row: list[int]) -> list[int]:
 
 
 def _dimensions(inputs: Inputs, encoder: Encoder) -> int:
-    given = inputs.array("dimensions")
-    if given is None:
+    requested: int | None = _of_all("dimensions", inputs.values("dimensions"))
+    if requested is None:
         return encoder.dimensions
-    requested, allowed = int(given.reshape(-1)[0]), (*encoder.matryoshka_dimensions, encoder.dimensions)
+    allowed = *encoder.matryoshka_dimensions, encoder.dimensions
     if requested not in allowed:
         why = "" if len(allowed) > 1 else ": the model was not trained for shorter embeddings"
         raise InvalidArgument("dimensions", f"must be {' or '.join(map(str, allowed))}, got {requested}{why}")
@@ -89,8 +84,8 @@ def _dimensions(inputs: Inputs, encoder: Encoder) -> int:
 
 def _prompted(inputs: Inputs, encoder: Encoder, texts: Sequence[str]) -> list[str]:
     """Return the texts, each behind the prompt that the request names, or behind the model's default."""
-    named = inputs.texts("prompt_name")
-    name = named[0] if named else encoder.default_prompt
+    named: str | None = _of_all("prompt_name", inputs.texts("prompt_name"))
+    name = encoder.default_prompt if named is None else named
     if name and name not in encoder.prompts:
         allowed = ", ".join(encoder.prompts) or "none, the model has no prompts"
         raise InvalidArgument("prompt_name", f"must be one of {allowed}, got {name!r:.100}")
@@ -98,12 +93,8 @@ def _prompted(inputs: Inputs, encoder: Encoder, texts: Sequence[str]) -> list[st
     return [prompt + text for text in texts]
 
 
-def _checked(rows: Sequence[Row | InvalidArgument]) -> list[Row]:
-    found = []
-    for number, row in enumerate(rows):
-        if isinstance(row, InvalidArgument):
-            raise row
-        if not row.ids:
-            raise InvalidArgument(f"text_input[{number}]", "must encode to at least one token, got none")
-        found.append(row)
-    return found
+def _of_all(name: str, values: Sequence[Any]) -> Any:
+    """Return the value that all rows have, None without rows."""
+    if len(set(values)) > 1:
+        raise InvalidArgument(name, f"must be the same in every row, got {', '.join(map(repr, values)):.200}")
+    return values[0] if values else None

@@ -33,15 +33,18 @@ class Tokens:
         self._max_bytes = 4 * longest * max_seq_len
         self._around = [self._plain(part) for part in (encoder.template[:1] + encoder.template[2:])]
 
-    def texts(self, name: str, texts: Sequence[str], most: int | None) -> list[Row | PromptTooLong]:
+    def texts(self, name: str, texts: Sequence[str], most: int | None) -> list[Row]:
         """Return the row of each text, special tokens included.
 
         name: of the field, for errors. most: tokens that are kept of a text, or None to refuse a longer one than
             ``max_seq_len``.
+
+        Raises:
+            InvalidArgument: a text is too long or has no token, or ``most`` has no room for the special tokens.
         """
         return self._rows(name, [(text,) for text in texts], most, special=True)
 
-    def pairs(self, name: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Row | PromptTooLong]:
+    def pairs(self, name: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Row]:
         """Return the row of each pair, joined by the tokenizer or by the model's template; as ``texts``."""
         if not self._encoder.template:
             return self._rows(name, pairs, most, special=True)
@@ -49,13 +52,9 @@ class Tokens:
         body = self._encoder.template[1]
         query, document = body.split("{query}")[0], body.split("{document}")[0].split("{query}")[1]
         texts = [(f"{query}{first}{document}{second}",) for first, second in pairs]
-        around = len(before) + len(after)
-        rows = self._rows(name, texts, most if most is None else max(1, most - around), special=False, around=around)
-        found: list[Row | PromptTooLong] = []
-        for row in rows:
-            joined = row if isinstance(row, PromptTooLong) else [*before, *row.ids, *after]
-            found.append(joined if isinstance(joined, PromptTooLong) else Row(joined, [0] * len(joined)))
-        return found
+        rows = self._rows(name, texts, most, special=False, around=len(before) + len(after))
+        joined = ([*before, *row.ids, *after] for row in rows)
+        return [Row(ids, [0] * len(ids)) for ids in joined]
 
     def ids(self, name: str, rows: Sequence[Sequence[int]], most: int | None) -> list[Row]:
         """Return rows of given token ids, each cut to ``most``.
@@ -89,36 +88,29 @@ class Tokens:
 
     def _rows(
         self, name: str, texts: Sequence[tuple[str, ...]], most: int | None, *, special: bool, around: int = 0
-    ) -> list[Row | PromptTooLong]:
+    ) -> list[Row]:
         """around: tokens that the caller adds to each row."""
-        least = self._tokenizer.num_special_tokens_to_add(max(map(len, texts), default=1) > 1) if special else 0
-        if most is not None and most < least:  # the library would cut nothing
-            problem = f"must be at least {least}, the special tokens of an input, got {most}"
-            raise InvalidArgument("truncate_prompt_tokens", problem)
+        own = self._tokenizer.num_special_tokens_to_add(max(map(len, texts), default=1) > 1) if special else 0
         if most is None:
             self._tokenizer.no_truncation()
+        elif most < own + around:  # the library would cut nothing
+            problem = f"must be at least {own + around}, the special tokens of an input, got {most}"
+            raise InvalidArgument("truncate_prompt_tokens", problem)
         else:
-            self._tokenizer.enable_truncation(most)
-        fits = [most is not None or sum(len(part.encode()) for part in parts) <= self._max_bytes for parts in texts]
-        accepted = [
-            parts if most is None else tuple(part[: self._max_bytes] for part in parts)
-            for parts, fit in zip(texts, fits, strict=True)
-            if fit
-        ]
-        inputs = [parts[0] if len(parts) == 1 else parts for parts in accepted]
-        encodings = iter(self._tokenizer.encode_batch(inputs, add_special_tokens=special) if inputs else ())
-        found: list[Row | PromptTooLong] = []
-        for number, fit in enumerate(fits):
-            field = f"{name}[{number}]"
-            if not fit:
-                found.append(self._too_long(field, f"more than {self._max_bytes} bytes"))
-                continue
-            encoding = next(encodings)
+            self._tokenizer.enable_truncation(most - around)
+            texts = [tuple(part[: self._max_bytes] for part in parts) for parts in texts]
+        for number, parts in enumerate(texts):
+            if most is None and sum(len(part.encode()) for part in parts) > self._max_bytes:
+                raise self._too_long(f"{name}[{number}]", f"more than {self._max_bytes} bytes")
+        inputs = [parts[0] if len(parts) == 1 else parts for parts in texts]
+        encodings = self._tokenizer.encode_batch(inputs, add_special_tokens=special)
+        for number, encoding in enumerate(encodings):
             count = len(encoding.ids) + around
-            found.append(
-                Row(encoding.ids, encoding.type_ids) if count <= self.max_seq_len else self._too_long(field, count)
-            )
-        return found
+            if not count:
+                raise InvalidArgument(f"{name}[{number}]", "must encode to at least one token, got none")
+            if count > self.max_seq_len:
+                raise self._too_long(f"{name}[{number}]", count)
+        return [Row(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def _too_long(self, field: str, got: int | str) -> PromptTooLong:
         problem = f"must have at most {self.max_seq_len} tokens, got {got}; truncate_prompt_tokens=-1 cuts it"

@@ -26,7 +26,7 @@ from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailab
 from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
-from python_backends.grammar.messages import GRAMMAR_CHECKER, TOKENIZER_INFO, Check, Checked
+from python_backends.grammar.messages import GRAMMAR_CHECKER, TOKENIZER_INFO, Check, costly
 
 NO_VOCABULARY = "must be left out: this engine was built without the vocabulary that a grammar needs; build it again"
 _START_S = 60.0
@@ -34,7 +34,6 @@ _POLL_S = 0.05
 _BUSY_FACTOR = 4
 _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
-_COST_KEPT_S = 60.0  # a refusal for what a grammar costs: this machine may have been busier than it is later
 _CRASHES = 2  # of one grammar, until it is refused
 _ATTEMPTS = 4  # a process that does not start, or was killed from outside, only delays
 _EXIT_S = 5.0  # which a process that closed its connection has to end; some write a core file
@@ -155,9 +154,8 @@ class GrammarChecker:
                 if (late := self._wait(connection)) is not None:
                     self._end_process()
                     return late
-                checked: Checked = connection.recv()
-                refusal = _costly if checked.costly else InvalidArgument
-                return checked.guide or refusal(checked.field, checked.problem)
+                result: Result = connection.recv()
+                return result
             except (EOFError, OSError):
                 status = self._end_process(_EXIT_S)
                 crashes += started and status != -signal.SIGKILL
@@ -175,7 +173,7 @@ class GrammarChecker:
         while not connection.poll(_POLL_S):
             if (cpu_s(pid) or 0.0) - before_s > self._timeout_s:
                 problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
-                return _costly("guided_decoding_guide", problem)
+                return costly(problem)
             if time.monotonic() > end_s:
                 return Overloaded("this machine is too busy to compile a grammar")
         return None
@@ -216,12 +214,6 @@ class GrammarChecker:
             return process.wait(exit_s)
         process.kill()
         return process.wait()
-
-
-def _costly(field: str, problem: str) -> InvalidArgument:
-    error = InvalidArgument(field, problem)
-    error.retry_after_s = _COST_KEPT_S
-    return error
 
 
 def _size(guide: Guide, result: Result) -> int:

@@ -295,7 +295,10 @@ def _written(node: Node, inside: bool = False) -> str:
             return name
         case Repetition(item, least, most):
             counts = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
-            return _written(item, inside=True) + (counts or f"{{{least},{'' if most is None else most}}}")
+            repeated = _written(item, inside=True)
+            if isinstance(item, Repetition):  # xgrammar reads one count behind an element
+                repeated = f"({repeated})"
+            return repeated + (counts or f"{{{least},{'' if most is None else most}}}")
         case Row(parts):
             text = " ".join(_written(part, inside=True) for part in parts)
         case Choice(parts):

@@ -6,6 +6,7 @@ What cannot be said exactly is refused by keyword and place; nothing is ignored 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -86,7 +87,8 @@ class Keywords:
         self._schemas: dict[str, Any] = {"#": schema}
         self._shapes: dict[Literal, list[Shape]] = {}
         self._open: set[Literal] = set()
-        self._narrow: set[Literal] = set()  # whose shapes leave out values: they can be neither negated nor excluded
+        # Types of which a literal's shapes leave out values: such a literal cannot be negated.
+        self._narrow: defaultdict[Literal, set[str]] = defaultdict(set)
         self._impossible: dict[Formula, bool] = {}
 
     def shapes(self, formula: Formula) -> list[Shape]:
@@ -106,9 +108,21 @@ class Keywords:
             self._impossible[formula] = False  # what refers to itself is not certain
             opened, self._open = self._open, set()
             dead = all(self._dead(shape) for shape in self.shapes(formula))
-            self._impossible[formula] = dead and self._narrow.isdisjoint(formula)
+            self._impossible[formula] = dead and all(
+                any(kind not in self._narrow[other] and self._lacks(other, kind) for other in formula)
+                for literal in formula
+                for kind in self._narrow[literal]
+            )
             self._open = opened
         return self._impossible[formula]
+
+    def _lacks(self, literal: Literal, kind: str) -> bool:
+        return all(getattr(shape, kind) is None for shape in self._literal(literal))
+
+    def _leaves_out(self, kinds: set[str]) -> None:
+        """Take note that the shapes of the open literals leave out values of these types."""
+        for literal in self._open:
+            self._narrow[literal] |= kinds
 
     def _dead(self, shape: Shape) -> bool:
         if shape.objects is None or replace(shape, objects=None) != NONE:
@@ -148,8 +162,7 @@ class Keywords:
             self._open.add(literal)
             self._shapes[literal] = self._schema(literal[0]) if literal[1] else self._negated(literal[0])
             self._open.discard(literal)
-        if literal in self._narrow:
-            self._narrow |= self._open
+        self._leaves_out(self._narrow[literal])
         return self._shapes[literal]
 
     def _schema(self, at: str) -> list[Shape]:
@@ -174,7 +187,7 @@ class Keywords:
     def _negated(self, at: str) -> list[Shape]:
         """Return the shapes of all values that do not satisfy a subschema."""
         result, shapes = [ALL], self._literal((at, True))
-        if (at, True) in self._narrow:
+        if self._narrow[at, True]:
             raise refuse(at, "format", "cannot be negated")
         for shape in shapes:
             rest = Shape(
@@ -343,7 +356,7 @@ class Keywords:
         name = schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
             raise refuse(at, "format", f"must be one of {', '.join(FORMATS)}, got {name!r:.50}")
-        self._narrow |= self._open
+        self._leaves_out({"strings"})
         return [replace(ALL, strings=Strings((patterns.whole(FORMATS[name]),)))]
 
     # --- arrays ---------------------------------------------------------------------------------------------------
@@ -395,7 +408,10 @@ class Keywords:
         return [replace(ALL, objects=_limited(Objects, schema, at, "Properties"))]
 
     def _property_names(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        shapes = self.shapes(self._must(at, "propertyNames"))
+        formula = self._must(at, "propertyNames")
+        shapes = self.shapes(formula)
+        if any(self._narrow[literal] for literal in formula):
+            self._leaves_out({"objects"})
         language = either(*(text_language(shape.strings) for shape in shapes if shape.strings is not None))
         return [ALL if language == ANYTHING else replace(ALL, objects=Objects(names=(language,)))]
 

@@ -198,6 +198,9 @@ def repeat(item: Language, least: int, most: int | None) -> Language:
         return EMPTY_TEXT
     if item == NOTHING:
         return EMPTY_TEXT if least == 0 else NOTHING
+    if isinstance(item, Repeated) and item.least <= 1:  # (a?){2,3} is a{0,6}: every number of them in between occurs
+        all_in_all = None if most is None or item.most is None else most * item.most
+        return repeat(item.item, least * item.least, all_in_all)
     return item if (least, most) == (1, 1) else Repeated(item, 0 if item.nullable() else least, most)
 
 

@@ -9,8 +9,8 @@ from statistics import linear_regression, mean, pvariance
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
-from python_backends.grammar.messages import Check, Checked
-from python_backends.grammar.translation import translated
+from python_backends.grammar.messages import Check, costly
+from python_backends.grammar.translation import translate
 
 WALK_TOKENS = 48
 LONG_WALK_TOKENS = 192
@@ -42,24 +42,27 @@ class MeasuredCompiler:
         """
         raise NotImplementedError
 
-    def check(self, requested: Check) -> Checked:
-        """Translate and compile a guide, and walk through it."""
-        checked = translated(requested, self._special)
-        if checked.guide is None:
-            return checked
+    def check(self, requested: Check) -> Guide | InvalidArgument:
+        """Translate and compile a guide, and walk through it; return the translation, or why it is refused."""
         try:
-            compiling_s, steps, longer = self.walk(checked.guide, requested)
-            token_s = max(mean(steps or [0.0]), _at_end(longer))
-            _refuse_cost("compiling it", compiling_s, requested.stall_s)
-            _refuse_cost("a token", token_s, requested.stall_s / _STEPS_A_STALL)
+            guide = translate(requested.guide, self._special)
+            compiling_s, steps, longer = self.walk(guide, requested)
         except InvalidArgument as exc:
-            return Checked(field=exc.field, problem=exc.problem, costly=True)
+            return exc
         except (RuntimeError, UnicodeDecodeError) as exc:
             # The library cuts what it says at a byte, within a character too.
             message = exc.object.decode(errors="replace") if isinstance(exc, UnicodeDecodeError) else str(exc)
             reason = " ".join(message.strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
-            return Checked(field="guided_decoding_guide", problem=f"must be a grammar that compiles: {reason[:300]}")
-        return checked
+            return InvalidArgument("guided_decoding_guide", f"must be a grammar that compiles: {reason[:300]}")
+        token_s = max(mean(steps or [0.0]), _at_end(longer))
+        limits = (("compiling it", compiling_s, 1), ("a token", token_s, _STEPS_A_STALL))
+        for what, held_s, part in limits:
+            if held_s > (most_s := requested.stall_s / part):
+                cost = f"must not hold up other requests: {what} takes {held_s:.2g} s, the limit is {most_s:.2g} s"
+                return costly(
+                    cost + "; what costs most is repetition with a large limit, many optional properties, and ambiguity"
+                )
+        return guide
 
 
 def _at_end(longer: Sequence[float]) -> float:
@@ -82,10 +85,3 @@ def _growth_s(steps: Sequence[float]) -> float:
     left = sum((step - intercept - slope * place) ** 2 for place, step in zip(places, steps, strict=True))
     error = math.sqrt(left / (len(steps) - 2) / (len(steps) * pvariance(places)))
     return max(0.0, slope - _SURE * error)
-
-
-def _refuse_cost(what: str, held_s: float, most_s: float) -> None:
-    if held_s > most_s:
-        cost = f"must not hold up other requests: {what} takes {held_s:.2g} s, the limit is {most_s:.2g} s"
-        hint = "; what costs most is repetition with a large limit, many optional properties, and ambiguity"
-        raise InvalidArgument("guided_decoding_guide", cost + hint)

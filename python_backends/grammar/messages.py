@@ -1,15 +1,20 @@
-"""The messages between the checker and its compiler process."""
+"""The messages between the checker and its compiler process.
+
+The answer to a Check is the Guide as the engine compiles it, or the InvalidArgument that refuses it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from contract.errors import InvalidArgument
 from contract.generation import Guide
 
 # What grammars are compiled with, in an engine's folder: a model without weights of a CPU engine
 # (build/model/detokenizer.py), or the file that TensorRT-LLM loads (vocabulary.py).
 GRAMMAR_CHECKER = "grammar_checker"
 TOKENIZER_INFO = "xgrammar_tokenizer_info.json"
+_COST_KEPT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,8 @@ class Check:
     stall_s: float
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The guide as the engine compiles it, or the problem with it, in the words of an error of ``field``.
-
-    costly: the problem is what it takes, measured on this machine.
-    """
-
-    guide: Guide | None = None
-    field: str = ""
-    problem: str = ""
-    costly: bool = False
+def costly(problem: str) -> InvalidArgument:
+    """Return the refusal of a guide for what it takes; checked again later, when this machine may be less busy."""
+    error = InvalidArgument("guided_decoding_guide", problem)
+    error.retry_after_s = _COST_KEPT_S
+    return error

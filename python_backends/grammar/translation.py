@@ -12,20 +12,11 @@ from contract.generation import Guide
 from python_backends.grammar import patterns
 from python_backends.grammar.ebnf import Grammar, Text, TooManyRules, choice
 from python_backends.grammar.languages import TooLarge
-from python_backends.grammar.messages import Check, Checked
 from python_backends.grammar.schema import any_object, grammar_of
 from python_backends.grammar.vocabulary import SPECIAL_MARK
 
 _FIELD = "guided_decoding_guide"
 _MOST_CHOICES = 1000
-
-
-def translated(requested: Check, special: Sequence[str] = ()) -> Checked:
-    """Return the result of ``translate`` as a message."""
-    try:
-        return Checked(translate(requested.guide, special))
-    except InvalidArgument as exc:
-        return Checked(field=exc.field, problem=exc.problem)
 
 
 def translate(guide: Guide, special: Sequence[str] = ()) -> Guide:
@@ -43,20 +34,20 @@ def translate(guide: Guide, special: Sequence[str] = ()) -> Guide:
     if guide.kind == "json_schema":
         return Guide("ebnf_grammar", grammar_of(guide.text))
     if guide.kind == "regex":
-        return Guide("ebnf_grammar", _regex(guide.text, ""))
+        return Guide("ebnf_grammar", _regex(guide.text))
     return Guide("ebnf_grammar", any_object() if guide.kind == "json" else _choices(guide.text))
 
 
-def _regex(pattern: str, at: str) -> str:
+def _regex(pattern: str) -> str:
     grammar = Grammar()
     try:
         text = grammar.write(grammar.language(patterns.whole(pattern), json=False))
     except patterns.BadPattern as exc:
-        raise InvalidArgument(_FIELD, f"must be a regular expression; {at}it {exc}") from exc
+        raise InvalidArgument(_FIELD, f"must be a regular expression; it {exc}") from exc
     except (TooLarge, TooManyRules, RecursionError) as exc:
-        raise InvalidArgument(_FIELD, f"must be a smaller regular expression; {at}it needs too many states") from exc
+        raise InvalidArgument(_FIELD, "must be a smaller regular expression; it needs too many states") from exc
     if not text:
-        raise InvalidArgument(_FIELD, f"must be a regular expression that matches something; {at}it matches no text")
+        raise InvalidArgument(_FIELD, "must be a regular expression that matches something; it matches no text")
     return text
 
 
@@ -95,10 +86,11 @@ def _format(part: Any, at: str, marked: re.Pattern[str]) -> Any:
     if not isinstance(part, dict):
         return part
     try:
-        if part.get("type") == "json_schema":
-            return {"type": "grammar", "grammar": grammar_of(json.dumps(part.get("json_schema", {})))}
-        if part.get("type") == "regex":
-            return {"type": "grammar", "grammar": _regex(str(part.get("pattern", "")), "")}
+        match part:  # a part without its field is left to the library, which names it
+            case {"type": "json_schema", "json_schema": schema}:
+                return {"type": "grammar", "grammar": grammar_of(json.dumps(schema))}
+            case {"type": "regex", "pattern": str(pattern)}:
+                return {"type": "grammar", "grammar": _regex(pattern)}
     except InvalidArgument as exc:
         raise InvalidArgument(exc.field, f"{exc.problem} (in {at})") from exc
     if part.get("type") == "grammar":

@@ -24,6 +24,8 @@ _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}},
 }
+# What a template raises about a chat that does not suit it, beside its own errors.
+_REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _FIXED = {"messages", "tools", "documents", "add_generation_prompt", *_TOKENS}
 
 
@@ -112,7 +114,7 @@ class ChatTemplate:
                 add_generation_prompt=generates,
                 **self.tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
+        except (jinja2.TemplateError, *_REFUSALS) as exc:
             raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
 
 

@@ -78,6 +78,11 @@ def test_every_error_is_a_triton_error_that_clients_read_back(triton, name):
     assert type(read) is type(error) and str(read) == str(error)
 
 
+def test_half_a_character_that_an_error_quotes_is_escaped(triton):
+    answer = triton_io.error_response(InvalidArgument("messages", "must have a known role, got \ud800é"))
+    assert answer.error().message() == "InvalidArgument: messages: must have a known role, got \\ud800é"
+
+
 def test_the_nearest_code_of_triton_goes_with_it(triton):
     codes = {
         error: triton_io.error_response(error).error().code()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, NotFound
 from server import server_chain
 from server.__main__ import split_command
 from server.settings import Settings
@@ -48,7 +48,8 @@ def test_a_command_may_drain_for_as_long_as_all_that_it_starts_one_after_the_oth
     assert server_chain.drain_s_of(server_chain.command_of(servers[1:], []), 5.0) == 5.0 + 5.0 + stop_s
 
 
-def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine():
+def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_chain.manifest, "load", lambda folder: manifests.manifest(kind="cpu"))
     servers = server_chain.settings_of(["a", "b"], first(host="0.0.0.0"), free_ports=False)
     assert server_chain.gateway_environment(servers) == {
         "TRIDENT_GATEWAY_ENCODERS": "",
@@ -65,6 +66,16 @@ def test_a_gateway_is_told_which_engines_are_encoders(monkeypatch: pytest.Monkey
     monkeypatch.setattr(server_chain.manifest, "load", lambda folder: manifests.manifest(kind=kinds[folder.name]))
     servers = server_chain.settings_of(["a", "b", "c"], first(), free_ports=False)
     assert server_chain.gateway_environment(servers)["TRIDENT_GATEWAY_ENCODERS"] == "b,c"
+
+
+def test_an_engine_that_is_not_there_is_told_before_another_one_is_loaded(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    manifests.manifest(kind="cpu").save(tmp_path / "a")
+    servers = server_chain.settings_of(
+        ["a", "b"], first().model_copy(update={"engines_dir": tmp_path}), free_ports=True
+    )
+    with pytest.raises(NotFound, match=f"there is no engine at {tmp_path / 'b'}"):
+        server_chain.gateway_environment(servers)
 
 
 @pytest.mark.parametrize(("engines", "ports"), [(["a", "a"], {}), (["a", "b"], {"grpc_port": 65535}), (["a", ""], {})])

@@ -32,7 +32,6 @@ def stop_strings(draw: st.DrawFn, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
 @given(data=st.data(), include_stop=st.booleans())
 def test_the_text_is_the_library_s_up_to_the_first_match(family: str, data: st.DataObject, include_stop: bool) -> None:
     tokenizer = FAMILIES[family]()
@@ -73,7 +72,6 @@ def test_the_stop_is_at_the_first_id_whose_text_has_the_stop_string(family: str,
 
 
 @pytest.mark.parametrize("family", AT_ONCE)
-@settings(max_examples=20, deadline=None)
 @given(data=st.data(), cut=st.integers(0, 30))
 def test_stops_are_looked_for_only_behind_the_ids_fed_before_arming(family: str, data: st.DataObject, cut: int) -> None:
     tokenizer = FAMILIES[family]()

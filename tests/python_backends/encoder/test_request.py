@@ -44,6 +44,18 @@ def test_a_prompt_stands_before_the_text_and_the_models_own_before_a_pair(read):
         ({"text_input": [["a"]], "input_ids": [[1]]}, "text_input: must be sent"),
         ({"text_input": [["a"]], "dimensions": [[9]]}, "dimensions: must be 8 or 16 or 32, got 9"),
         ({"text_input": [["a"]], "prompt_name": [["x"]]}, "prompt_name: must be one of query, got 'x'"),
+        (
+            {"text_input": [["a"], ["b"]], "dimensions": [[8], [16]]},
+            "dimensions: must be the same in every row, got 8, 16",
+        ),
+        (
+            {"text_input": [["a"], ["b"]], "prompt_name": [["query"], [""]]},
+            "prompt_name: must be the same in every row, got 'query', ''",
+        ),
+        (
+            {"text_input": [["a"], ["b"]], "truncate_prompt_tokens": [[9], [8]]},
+            "truncate_prompt_tokens: must be the same in every row, got 9, 8",
+        ),
         ({"text_input": [["a"]], "truncate_prompt_tokens": [[33]]}, "must be -1 or 1 to 32, the model's limit, got 33"),
         (
             {"text_input": [["a"]], "text_pair": [["a"], ["b"]]},

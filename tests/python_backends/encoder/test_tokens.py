@@ -30,11 +30,18 @@ def test_a_pair_is_joined_by_the_tokenizer_with_its_types(tokens):
     assert row.types == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_place_and_the_others_are_not(tokens):
-    rows = tokens.texts("text_input", ["a", "a " * 31, "a" * 10_000_000], None)
-    assert isinstance(rows[0], Row)
-    assert str(rows[1]).startswith("text_input[1]: must have at most 32 tokens, got 33; truncate_prompt_tokens=-1")
-    assert isinstance(rows[2], PromptTooLong) and rows[2].field == "text_input[2]"
+@pytest.mark.parametrize(("text", "got"), [("a " * 31, "33"), ("a" * 10_000_000, "more than .* bytes")])
+def test_a_text_that_is_too_long_is_refused_by_its_place(tokens, text, got):
+    words = rf"text_input\[1\]: must have at most 32 tokens, got {got}; truncate_prompt_tokens=-1 cuts it"
+    with pytest.raises(PromptTooLong, match=words):
+        tokens.texts("text_input", ["a", text, "a"], None)
+
+
+def test_a_text_without_tokens_is_refused_by_its_place(tmp_path):
+    tiny.write_qwen3(tmp_path)
+    tokens = Tokens(tmp_path, Encoder("last", True, 32), 32, 311)
+    with pytest.raises(InvalidArgument, match=r"text_pair\[1\]: must encode to at least one token, got none"):
+        tokens.texts("text_pair", ["a", ""], None)
 
 
 @pytest.mark.parametrize("most", [3, 10, 32])
@@ -61,8 +68,14 @@ def test_a_template_stands_around_a_pair_and_is_never_cut(tmp_path):
     assert library.decode(list(row.ids)) == "<s>Q x {document} D y</s>"
     [cut] = tokens.pairs("text_pair", [("x", "y" * 100)], 40)
     assert len(cut.ids) == 40 and library.decode(list(cut.ids)).endswith("y</s>")
-    [refused] = tokens.pairs("text_pair", [("x", "y" * 100)], None)
-    assert isinstance(refused, PromptTooLong)
+    with pytest.raises(PromptTooLong, match=r"text_pair\[0\]: must have at most 40 tokens"):
+        tokens.pairs("text_pair", [("x", "y" * 100)], None)
+    around = len(row.ids) - len(library.encode("Q x {document} D y", add_special_tokens=False).ids)
+    assert len(tokens.pairs("text_pair", [("x", "y")], around + 1)[0].ids) == around + 1
+    with pytest.raises(
+        InvalidArgument, match=f"truncate_prompt_tokens: must be at least {around}, .* got {around - 1}"
+    ):
+        tokens.pairs("text_pair", [("x", "y")], around - 1)
     assert tokens.answers() == (library.token_to_id("no"), library.token_to_id("yes"))
 
 

@@ -76,10 +76,12 @@ def test_one_that_would_hold_up_other_requests_is_refused(tiny_engine):
 
 
 def test_a_refusal_for_what_a_grammar_costs_is_not_kept_for_long(tiny_engine, monkeypatch):
-    monkeypatch.setattr(checker_module, "_COST_KEPT_S", 0.0)
     checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=60.0, stall_s=0.0, max_waiting=64)
-    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), InvalidArgument)
+    refused = result(checker, "ebnf_grammar", 'root ::= "a"')
+    assert isinstance(refused, InvalidArgument)
     checker._stall_s = 60.0
+    later_s, clock_s = refused.retry_after_s, time.monotonic
+    monkeypatch.setattr(checker_module.time, "monotonic", lambda: clock_s() + later_s)
     assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), Guide)
     checker.close()
 

@@ -9,7 +9,7 @@ import pytest
 
 from contract.generation import Guide
 from python_backends.ensemble.worker_messages import Ready
-from python_backends.grammar.messages import Check, Checked
+from python_backends.grammar.messages import Check
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def test_it_checks_until_its_connection_ends(tiny_engine):
     with Connection(ours.detach()) as connection:
         assert connection.recv() == Ready()
         connection.send(Check(Guide("ebnf_grammar", 'root ::= "a"'), 256, 0.25))
-        assert connection.recv() == Checked(Guide("ebnf_grammar", 'root ::= "a"'))
+        assert connection.recv() == Guide("ebnf_grammar", 'root ::= "a"')
     assert process.wait(timeout=20) == 0
 
 

@@ -73,3 +73,19 @@ def test_closed_objects_exclude_each_other_by_what_one_requires_and_the_other_do
     assert len(Keywords({"oneOf": [closed("a"), closed("b"), closed("c")]}).shapes(ROOT)) == 3
     with pytest.raises(InvalidArgument, match="additionalProperties cannot be negated"):
         Keywords({"oneOf": [closed("a"), closed("a") | {"minProperties": 1}]}).shapes(ROOT)
+
+
+@pytest.mark.parametrize("other", [{"type": "null"}, {"enum": [1, None]}, {"type": "object"}, {"type": "array"}])
+def test_a_format_overlaps_no_part_that_allows_no_strings(other):
+    date = {"type": "string", "format": "date"}
+    assert len(Keywords({"oneOf": [date, other]}).shapes(ROOT)) == 2
+    with pytest.raises(InvalidArgument, match="format cannot be negated"):
+        Keywords({"oneOf": [date, other, {"type": "string", "maxLength": 3}]}).shapes(ROOT)
+
+
+def test_names_of_a_format_overlap_no_part_that_allows_no_objects():
+    named = {"type": "object", "propertyNames": {"format": "uuid"}, "minProperties": 1}
+    assert len(Keywords({"oneOf": [named, {"type": "null"}]}).shapes(ROOT)) == 2
+    required = {"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}}
+    with pytest.raises(InvalidArgument, match="cannot be negated"):
+        Keywords({"oneOf": [named, required]}).shapes(ROOT)

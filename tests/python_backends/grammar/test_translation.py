@@ -6,8 +6,7 @@ import pytest
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
-from python_backends.grammar.messages import Check, Checked
-from python_backends.grammar.translation import translate, translated
+from python_backends.grammar.translation import translate
 from python_backends.grammar.vocabulary import SPECIAL_MARK
 from tests.fakes.grammar_matcher import Matcher
 
@@ -42,6 +41,11 @@ NUMBERS = {"type": "array", "prefixItems": [{"type": "integer"}] * 200}
         ("json_schema", NAME | {"pattern": "^[a-z]{2,5}$"}, ['"abc"', '"abcde"'], ['"ab"', '"abcdef"']),
         ("json_schema", NUMBERS, ["[7]", "[7,7,7]"], ['["a"]', '[7,"a"]']),
         ("regex", "ab" * 200, ["ab" * 200], ["ab" * 199]),
+        ("regex", "(a*)*b", ["b", "aab"], ["a", "aabb"]),
+        ("regex", "(a+)?b", ["b", "aab"], ["a"]),
+        ("regex", r"(\d{4})*", ["", "1234", "12345678"], ["123", "12345"]),
+        ("regex", "((a?){2,3}b){2}", ["bb", "aaabb", "aaabaaab"], ["b", "aaaabb"]),
+        ("regex", "((a{2}){3,4})?", ["", "a" * 6, "a" * 8], ["a" * 5, "a" * 7, "a" * 9]),
     ],
 )
 def test_long_texts_and_lists_become_grammars(kind, guide, good, bad):
@@ -81,8 +85,7 @@ def test_what_cannot_be_expressed_is_refused(kind, text, problem):
     with pytest.raises(InvalidArgument) as caught:
         translate(Guide(kind, text))
     assert problem in caught.value.problem
-    checked = translated(Check(Guide(kind, text), 2, 0.25))
-    assert checked == Checked(field="guided_decoding_guide", problem=caught.value.problem)
+    assert caught.value.field == "guided_decoding_guide"
 
 
 def test_a_structural_tags_schemas_become_grammars_and_its_special_tokens_are_marked():
@@ -92,6 +95,12 @@ def test_a_structural_tags_schemas_become_grammars_and_its_special_tokens_are_ma
     made = json.loads(translate(guide, ["<call>"]).text)["format"]
     assert made["begin"] == SPECIAL_MARK + "<call>" and made["end"] == "</call>"
     assert made["content"]["type"] == "grammar" and Matcher(made["content"]["grammar"]).matches("7")
+
+
+@pytest.mark.parametrize("part", [{"type": "regex"}, {"type": "regex", "pattern": 5}, {"type": "json_schema"}])
+def test_a_part_of_a_structural_tag_without_its_field_is_left_to_the_library_to_refuse(part):
+    tag = {"type": "structural_tag", "format": part}
+    assert json.loads(translate(Guide("structural_tag", json.dumps(tag))).text) == tag
 
 
 def test_a_bad_schema_in_a_structural_tag_is_named_with_its_place():

@@ -87,6 +87,7 @@ def test_a_model_without_a_template_says_what_to_send_instead(tmp_path):
         ("{{ 1 // 0 }}", "by zero"),
         ("{{ ''.__class__.__mro__ }}", "is unsafe"),
         ("{{ messages.append(1) }}", "is unsafe"),
+        ("{% for name, value in messages[0].content|dictsort %}{{ name }}{% endfor %}", "has no attribute 'items'"),
     ],
 )
 def test_a_chat_that_the_template_refuses_is_the_callers_error(template, source, reason):
