@@ -35,11 +35,8 @@ class AsyncClient(AsyncBaseClient):
     def __init__(self, url: str | Connection | None = None, **options: Unpack[ClientOptions]) -> None:
         super().__init__(**options)
         self.connection = self._connection(url)
+        self.url = self.connection.url
         self._channel = AsyncChannel(self.connection)
-
-    @property
-    def url(self) -> str:
-        return self.connection.url
 
     async def close(self) -> None:
         """Close the connection. Streams that still run are cancelled."""

@@ -10,8 +10,6 @@ A request that fails before its first token goes to another replica at once; lat
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -30,7 +28,7 @@ from clients.wire.connection import pairs, trace_context
 from clients.wire.retries import RetryBudget
 from clients.wire.stream_model import StreamModel
 from clients.wire.token_stream import TokenStream
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import DeadlineExceeded, InvalidArgument, TridentError
 from contract.generation import GenerationRequest
 from contract.load import ReplicaLoad
 
@@ -59,6 +57,8 @@ class BalancedClient(AsyncBaseClient):
     ) -> None:
         if isinstance(pick, str) and pick not in picks.BY_NAME:
             raise InvalidArgument("pick", f"must be one of {', '.join(picks.BY_NAME)}, got {pick!r}")
+        if refresh_s is not None and not refresh_s > 0:
+            raise InvalidArgument("refresh_s", f"must be more than 0, or None, got {refresh_s}")
         options["metadata"] = pairs(options.get("metadata", ()))  # an iterator can be read once
         # A replica that fails does so for all its requests.
         options["budget"] = options.get("budget") or RetryBudget(reserve=100.0)
@@ -114,7 +114,7 @@ class BalancedClient(AsyncBaseClient):
         self._turn += 1
         routing = RoutingRequest(self._turn, session, costs.prefix(generation))
         model, context = StreamModel(self._options.get("model"), generation.stream), trace_context(traceparent)
-        route = _Route(self._set, self._pick, self._rng, self.costs, model, routing, context)
+        route = _Route(self, model, routing, context)
         return self._tracked(TokenStream(route, request.with_id(generation), self._schedule()))
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
@@ -144,35 +144,29 @@ class BalancedClient(AsyncBaseClient):
 class _Route:
     """The route of one request: any replica, but none twice while a healthy one is untried."""
 
-    def __init__(
-        self,
-        replicas: ReplicaSet[Replica],
-        pick: Pick,
-        rng: random.Random,
-        known: Costs,
-        model: StreamModel,
-        routing: RoutingRequest,
-        traceparent: str,
-    ) -> None:
-        self._set, self._pick, self._rng, self._costs = replicas, pick, rng, known
+    def __init__(self, client: BalancedClient, model: StreamModel, routing: RoutingRequest, traceparent: str) -> None:
+        self._client, self._set = client, client._set
         self._model, self.refused = model, model.refused
         self._routing, self._traceparent = routing, traceparent
         self._tried: set[str] = set()
 
     async def open(self, generation: GenerationRequest, remaining_s: float) -> ReservedCall:
         if not self._set.replicas:
-            with contextlib.suppress(asyncio.TimeoutError):
+            try:
                 await asyncio.wait_for(self._set.found(), remaining_s)
+            except asyncio.TimeoutError as exc:
+                raise DeadlineExceeded("the deadline passed before a replica was found") from exc
         untried = self._untried()
         if not untried:
             self._tried.clear()
         loads = untried or [replica.load() for replica in self._set.replicas.values()]
-        replica = self._set.replicas[self._pick(loads, self._routing, self._rng).name]
+        client = self._client
+        replica = self._set.replicas[client._pick(loads, self._routing, client._rng).name]
         self._tried.add(replica.url)
         model = replica.channel.model(self._model)
         payload = infer_request.generation(generation, model, remaining_s, timings=True)
         metadata = replica.metadata(generation.request_id, self._traceparent)
-        return ReservedCall(replica, self._costs, generation, payload, remaining_s, metadata)
+        return ReservedCall(replica, client.costs, generation, payload, remaining_s, metadata)
 
     def has_alternative(self) -> bool:
         return bool(self._untried())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from clients.wire import connection, request
 from clients.wire.arguments import ClientOptions, GenerateArguments
+from clients.wire.blocking_stream import BlockingStream
 from clients.wire.completion import Completion
 from clients.wire.connection import DEFAULT_MODEL, Connection
 from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
@@ -29,15 +30,7 @@ _KINDS = {
 }
 
 
-class Cancellable(Protocol):
-    """attempts: calls made so far."""
-
-    attempts: int
-
-    def cancel(self) -> None: ...
-
-
-Stream = TypeVar("Stream", bound=Cancellable)
+Stream = TypeVar("Stream", TokenStream, BlockingStream)
 
 
 class BaseClient(Generic[Stream]):

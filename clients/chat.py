@@ -10,9 +10,7 @@ from typing import Any
 
 from clients import exits, terminal
 from clients.async_client import AsyncClient
-from clients.wire.latency import Stopwatch
 from contract.errors import InvalidArgument, TridentError
-from contract.generation import TokenDelta
 
 _HELP = """\
   /reset          forget the conversation
@@ -91,24 +89,8 @@ def _stream_response(
 ) -> str:
     """Stream one response and return its text, or the part before Ctrl-C."""
     shown: list[str] = []
-
-    async def answer() -> None:
-        watch, last = Stopwatch(), TokenDelta()
-        stream = client.generate(messages=history, **arguments)
-        try:
-            async with stream:
-                async for delta in stream:
-                    watch.observe(delta)
-                    last = delta
-                    shown.append(delta.text)
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
-        finally:
-            print(flush=True)
-        if stats:
-            print(terminal.figures(stream, watch, last), file=sys.stderr)
-
-    task = loop.create_task(answer())
+    stream = client.generate(messages=history, **arguments)
+    task = loop.create_task(terminal.show(stream, stats=stats, texts=shown))
     with contextlib.suppress(NotImplementedError):  # no such thing on Windows, where Ctrl-C ends the chat
         loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:

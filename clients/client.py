@@ -44,15 +44,12 @@ class Client(BaseClient[BlockingStream]):
     def __init__(self, url: str | Connection | None = None, **options: Unpack[ClientOptions]) -> None:
         super().__init__(**options)
         self.connection = self._connection(url)
+        self.url = self.connection.url
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
         self._opening = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._generate: grpc.UnaryStreamMultiCallable | None = None  # of ``_channel``: set and unset together
         self._packed = PackedEnsemble()
-
-    @property
-    def url(self) -> str:
-        return self.connection.url
 
     def __enter__(self) -> Client:
         return self
@@ -74,9 +71,9 @@ class Client(BaseClient[BlockingStream]):
         model = StreamModel(self._options.get("model"), generation.stream)
 
         def send(generation: GenerationRequest, remaining_s: float) -> grpc.Call:
-            method = self._generate or self._opened()[1]
+            channel, method = self._opened()
             if model.chooses and self._packed.due():
-                threading.Thread(target=self._ask, daemon=True).start()
+                threading.Thread(target=self._ask, args=(channel,), daemon=True).start()
             payload = infer_request.generation(generation, model.at(self._packed), remaining_s, timings)
             metadata = self.connection.call_metadata(generation.request_id, context)
             with self._errors():
@@ -112,9 +109,9 @@ class Client(BaseClient[BlockingStream]):
         """Return whether one model is loaded and ready."""
         return status.read_flag(self._call(status.model_ready(model), timeout_s))
 
-    def _call(self, call: UnaryCall, timeout_s: float) -> bytes:
+    def _call(self, call: UnaryCall, timeout_s: float, channel: grpc.Channel | None = None) -> bytes:
         with self._errors():
-            method = self._opened()[0].unary_unary(call.method)
+            method = (channel or self._opened()[0]).unary_unary(call.method)
             return method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
 
     @contextlib.contextmanager
@@ -129,20 +126,17 @@ class Client(BaseClient[BlockingStream]):
                 raise
             raise Cancelled("the client was closed") from exc
 
-    def _ask(self) -> None:
+    def _ask(self, channel: grpc.Channel) -> None:
+        """Ask over the request's own channel: a client that was closed meanwhile does not open again."""
         with contextlib.suppress(TridentError):
-            self._packed.ready = self.model_ready(packed_delta.MODEL, ASK_TIMEOUT_S)
+            response = self._call(status.model_ready(packed_delta.MODEL), ASK_TIMEOUT_S, channel)
+            self._packed.ready = status.read_flag(response)
 
     def _opened(self) -> tuple[grpc.Channel, grpc.UnaryStreamMultiCallable]:
         """Return the channel and its method that generates."""
         with self._opening:
             if self._channel is None or self._generate is None:
-                url, options = self.connection.url, [*self.connection.options(), _SINGLE_THREADED]
-                credentials = self._credentials
-                self._channel = (
-                    grpc.secure_channel(url, credentials, options)
-                    if credentials
-                    else grpc.insecure_channel(url, options)
-                )
-                self._generate = self._channel.unary_stream(infer_request.GENERATE)
+                options = [*self.connection.options(), _SINGLE_THREADED]
+                self._channel = channel = self.connection.opened(grpc, self._credentials, options)
+                self._generate = channel.unary_stream(infer_request.GENERATE)
             return self._channel, self._generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import os
 import sys
@@ -40,11 +41,19 @@ The server is --url, or $TRIDENT_URL, or {DEFAULT_URL} (what `make serve` opens)
 _EXIT_CODES = f"exit codes:\n{exits.table()}\n"
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be more than 0, at most 86400, got {text}")
-    return value
+def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
+    """Return a reader of the numbers that ``accepts`` takes, for argparse. allowed: which, in words."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
+
+    return read
+
+
+seconds = number(float, lambda value: 0 < value <= 86_400, "more than 0, at most 86400")
 
 
 # Metavar, type and help of every option that has a value.
@@ -56,7 +65,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "ask": ("QUESTION", str, "answered through the model's chat template, in place of code"),
     "url": ("URL", str, f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})"),
     "model": ("MODEL", str, f"the model to ask (default: {DEFAULT_MODEL}, or for streams its packed form)"),
-    "timeout": ("SECONDS", _seconds, "give up, and cancel the server's work, after so long"),
+    "timeout": ("SECONDS", seconds, "give up, and cancel the server's work, after so long"),
     "retries": ("N", int, "tries again before the first token (default: %(default)s)"),
     "api-key": ("KEY", str, "sent as a bearer token (default: $TRIDENT_API_KEY)"),
     "header": ("NAME=VALUE", str, "metadata for every call"),

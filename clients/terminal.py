@@ -16,9 +16,17 @@ from contract.generation import FinishReason, TokenDelta
 
 
 async def show(
-    stream: TokenStream, *, as_json: bool = False, stats: bool = False, cancel_after: int | None = None
+    stream: TokenStream,
+    *,
+    as_json: bool = False,
+    stats: bool = False,
+    cancel_after: int | None = None,
+    texts: list[str] | None = None,
 ) -> int:
-    """Print a stream as it arrives; cancel it after ``cancel_after`` tokens. Return the exit code."""
+    """Print a stream as it arrives; cancel it after ``cancel_after`` tokens. Return the exit code.
+
+    texts: takes the deltas' texts as they are printed.
+    """
     watch, last, column = Stopwatch(), TokenDelta(), True
     cut = False
     try:
@@ -29,6 +37,8 @@ async def show(
                 if as_json:
                     print(json.dumps(delta_object(delta, stream, watch), ensure_ascii=False), flush=True)
                 elif delta.text:
+                    if texts is not None:
+                        texts.append(delta.text)
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
                     column = delta.text.endswith("\n")

@@ -80,7 +80,7 @@ def tools(case: Mapping[str, Any], text: str, calls: Sequence[tuple[str, str]] =
     if expected is None or len(calls) != 1:
         return float(expected is None and not calls and bool(text.strip()))
     name, arguments = calls[0]
-    return float(name == expected["name"] and _equal(_json(arguments), expected["arguments"]))
+    return float(name == expected["name"] and _equal(_json(arguments), expected["arguments"], exact=True))
 
 
 def refused(text: str, finish_reason: str = "stop") -> bool:
@@ -88,10 +88,18 @@ def refused(text: str, finish_reason: str = "stop") -> bool:
     return finish_reason == "content_filter" or _REFUSAL.match(text.strip().replace("\u2019", "'")) is not None
 
 
-def _equal(value: Any, expected: Any) -> bool:
-    """Whether both are equal; texts are compared without case and surrounding blanks and full stops."""
+def _equal(value: Any, expected: Any, exact: bool = False) -> bool:
+    """Whether both are equal; texts are compared without case and surrounding blanks and full stops.
+
+    exact: an object has no further fields.
+    """
     if isinstance(expected, Mapping):
-        return isinstance(value, Mapping) and all(_equal(value.get(key), part) for key, part in expected.items())
+        if not isinstance(value, Mapping) or (exact and value.keys() != expected.keys()):
+            return False
+        return all(_equal(value.get(key), part, exact) for key, part in expected.items())
+    if isinstance(expected, list):
+        same = isinstance(value, list) and len(value) == len(expected)
+        return same and all(_equal(*pair, exact) for pair in zip(value, expected, strict=True))
     if isinstance(expected, str):
         return isinstance(value, str) and value.strip(" .").lower() == expected.strip(" .").lower()
     return type(value) is type(expected) and value == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import openai
 
 from benchmarks.peer_servers import gateway
 from benchmarks.server_process import ENGINES
+from clients.command_line import number, seconds
 from contract import gate_result, interpreter, manifest, toml_table
 from contract.errors import InvalidArgument, TridentError, Unavailable
 from evals import chat_run, curate, gate, json_lines, judge, lm_eval_run, results, task
@@ -27,6 +29,12 @@ from evals.results import Results, Target, TaskResult
 
 COMMAND = f"{interpreter.command()} -m evals"
 RESULTS = Path(__file__).resolve().parent / "results"
+_count = number(int, lambda value: value >= 1, "a whole number from 1")
+_price = number(
+    lambda text: tuple(map(float, text.split(","))),
+    lambda prices: len(prices) == 2 and all(0 <= price < math.inf for price in prices),
+    "two numbers from 0 with a comma between",
+)
 STATUS = {gate_result.PASS: 0, gate_result.FAIL: 1, gate_result.UNDECIDED: 3}
 
 
@@ -55,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             add("--engine", help="of engines/, or the folder of what serves --url, whose manifest the results name")
             add("--tasks", default="", metavar="NAME,…", help="all of the folder unless set; judge: those of free text")
             add("--folder", type=Path, default=task.FOLDER, help="of the tasks (default %(default)s)")
-            add("--timeout", type=_seconds, default=60.0, metavar="S", help="of one request (default %(default)s)")
+            add("--timeout", type=seconds, default=60.0, metavar="S", help="of one request (default %(default)s)")
             add("--tries", type=_count, default=3, metavar="N", help="of one request (default %(default)s)")
             add("--concurrency", type=_count, default=4, metavar="N", help="requests at once (default %(default)s)")
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
@@ -99,8 +107,12 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or RESULTS / f"{name or endpoint.model.replace('/', '-')}.json"
     content = made.model_dump(mode="json", exclude_defaults=True) | {"format": made.format}
     _write(out, json.dumps(content, indent=1) + "\n")
-    _write(out.with_suffix(".md"), table + "\n")
-    return int(any(case.error for result in found.values() for case in result.cases))
+    _write(out.with_name(f"{out.name.removesuffix('.json')}.md"), table + "\n")
+    problems = {name: [case.error for case in result.cases if case.error] for name, result in found.items()}
+    for name, failed in problems.items():
+        if failed:
+            print(f"evals: {name}: {len(failed)} cases without an answer, the first: {failed[0]}", file=sys.stderr)
+    return int(any(problems.values()))
 
 
 def _all(endpoint: Endpoint, tasks: Sequence[task.Task], options: argparse.Namespace) -> dict[str, TaskResult]:
@@ -223,20 +235,3 @@ def _write(path: Path, text: str) -> None:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 0 < (value := float(text)) <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be more than 0, at most 86400, got {text}")
-    return value
-
-
-def _price(text: str) -> tuple[float, float]:
-    one, two = map(float, text.split(","))
-    return one, two

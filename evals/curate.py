@@ -79,7 +79,7 @@ def curate(options: argparse.Namespace) -> int:
         "options": {
             name: str(getattr(options, name)) for name in ("seed", "size", "since", "until", "pairs", *_FILTERS)
         },
-        "sources": {path.name: _sha256(json_lines.read(path)) for path in options.samples},
+        "sources": {_sha256(json_lines.read(path)): path.name for path in options.samples},
         "cases": len(chosen),
         "reasons": Counter(case["provenance"]["reasons"][0] for case in chosen),
         "left_out": +left_out,

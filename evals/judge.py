@@ -85,7 +85,7 @@ def judge(
     for task in tasks:
         if task.name in pairs and task.sha256 != baseline.tasks[task.name].sha256:
             raise InvalidArgument("folder", f"must have the task {task.name} as it was run, got another one")
-        prompts = {str(case["id"]): str(case.get("prompt") or case.get("question")) for case in task.cases}
+        prompts = {case["id"]: str(asks) for case in task.cases if (asks := case.get("prompt") or case.get("question"))}
         for one, two in pairs.get(task.name, ()):
             if not one.error and not two.error and one.id in prompts:
                 asked[f"{task.name}/{one.id}"] = (prompts[one.id], one.output, two.output)

@@ -129,14 +129,16 @@ def summary(task: TaskResult) -> dict[str, float | None]:
 
 def table(results: Results) -> str:
     """Return the results as a Markdown table."""
-    of = results.target
-    title = f"{of.model}{' at ' * bool(of.url)}{of.url}{', engine ' * bool(of.engine)}{of.engine}"
     header = ("task", "kind", "score", "95 % from", "to", "cases", "failed", "refused", "tokens", "latency s", "cost")
     rows = [
         (name, task.kind, *([f"skipped: {task.skipped}"] if task.skipped else map(shown, summary(task).values())))
         for name, task in results.tasks.items()
     ]
-    return f"{title}\n\n{markdown(rows, header)}"
+    return f"{_title(results.target)}\n\n{markdown(rows, header)}"
+
+
+def _title(of: Target) -> str:
+    return f"{of.model}{' at ' * bool(of.url)}{of.url}{', engine ' * bool(of.engine)}{of.engine}"
 
 
 def compared(baseline: Results, candidate: Results) -> str:
@@ -153,7 +155,7 @@ def compared(baseline: Results, candidate: Results) -> str:
         numbers = (len(both), one.mean(), two.mean(), (two - one).mean(), *paired_scores.mean_interval(two - one))
         rows.append([name, *map(shown, (*numbers, better, worse, chance))])
     header = ("task", "cases", "A", "B", "B - A", "95 % from", "to", "better", "worse", "sign test p")
-    sides = [f"{side}: {of.target.model} at {of.target.url}" for side, of in (("A", baseline), ("B", candidate))]
+    sides = [f"{side}: {_title(of.target)}" for side, of in (("A", baseline), ("B", candidate))]
     return "\n".join([*sides, "", markdown(rows, header)])
 
 

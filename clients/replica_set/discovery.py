@@ -109,9 +109,10 @@ def source(where: str | Iterable[str] | Discovery) -> Discovery:
         return Static(where.split(","))
     if hasattr(where, "replicas"):
         return cast(Discovery, where)
-    if not isinstance(where, Iterable):
-        raise InvalidArgument("replicas", f"must be {_FORMS}, a list, or a Discovery, got {where!r}")
-    return Static(where)
+    urls = list(where) if isinstance(where, Iterable) else [None]
+    if not all(isinstance(url, str) for url in urls):
+        raise InvalidArgument("replicas", f"must be {_FORMS}, a list of HOST:PORT, or a Discovery, got {where!r}")
+    return Static(urls)
 
 
 def _clean(urls: Iterable[str]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def round_robin(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: rand
 def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """Pick the replica with the fewest requests in progress for its slots."""
     candidates = eligible(loads)
-    return _drawn(candidates, least_occupied(candidates), rng)
+    return candidates[draw(least_occupied(candidates), rng)]
 
 
 def power_of_two_choices(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
@@ -71,7 +71,7 @@ def power_of_two_choices(loads: Sequence[ReplicaLoad], request: RoutingRequest, 
 def token_aware(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """Pick the replica that finishes its reserved work first, in tokens of decoding, uncomputed prompts included."""
     candidates = eligible(loads)
-    return _drawn(candidates, least_pending(candidates), rng)
+    return candidates[draw(least_pending(candidates), rng)]
 
 
 def session_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
@@ -191,10 +191,6 @@ def _next_in_proportion(work: Sequence[float], capacities: Sequence[float], size
         for index, units in left.items()
         if not any(relative[other] < relative[index] and capacities[other] >= 0.9 * capacities[index] for other in left)
     }
-
-
-def _drawn(loads: Sequence[ReplicaLoad], weights: Mapping[int, float], rng: random.Random) -> ReplicaLoad:
-    return loads[draw(weights, rng)]
 
 
 def draw(weights: Mapping[int, float], rng: random.Random) -> int:

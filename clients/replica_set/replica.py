@@ -28,17 +28,13 @@ class Replica:
     """
 
     def __init__(self, connection: Connection, health_policy: HealthPolicy) -> None:
-        self.channel = AsyncChannel(connection)
+        self.channel, self.url = AsyncChannel(connection), connection.url
         self.health = Health()
         self.work = Work()
         self.healthy_since_s = time.monotonic()
         self.progress_s = 0.0
         self._health_policy = health_policy
         self._tasks: list[asyncio.Task] = []
-
-    @property
-    def url(self) -> str:
-        return self.channel.url
 
     def load(self, **reported: Any) -> ReplicaLoad:
         """Return what a routing policy sees of it. reported: further fields, of its metrics."""

@@ -64,7 +64,11 @@ class ReplicaSet(Generic[R]):
             self._discovery = asyncio.ensure_future(self._discover_and_check())
         if self._watch is None:
             self._watch = asyncio.create_task(self._keep_discovering())
-        await asyncio.shield(self._discovery)
+        try:
+            await asyncio.shield(self._discovery)
+        except TridentError:
+            if not self.replicas:  # else a later discovery has found them
+                raise
 
     def start(self) -> None:
         """Discover now, and again and again, without waiting for it."""

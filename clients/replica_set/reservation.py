@@ -74,11 +74,7 @@ class Reservation:
 
         decode_s: from its first token to its last, as seen here. What its prompt cost cannot be told from its queue.
         """
-        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
-        decode_s = decode_s if decode_s > LEAST_DECODE_S else 0.0
-        seen = Observation(0.0, 0, decode_s, usage.output_tokens, self._running)
-        self._costs.observe(seen)
-        self._work.pace.observe(seen)
+        self._learn(usage, 0.0, 0, decode_s if decode_s > LEAST_DECODE_S else 0.0)
 
     def learn(self, response: ResponseReader) -> None:
         """Learn from a complete response what its request did cost."""
@@ -88,10 +84,12 @@ class Reservation:
         usage, timings = last.usage, last.timings
         if timings is None:
             return self.learn_seen(usage, time.monotonic() - self._began_s if self._began_s else 0.0)
-        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
         prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
         decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
-        uncached = usage.input_tokens - usage.cached_tokens
-        seen = Observation(prefill_s, uncached, decode_s, usage.output_tokens, self._running)
+        self._learn(usage, prefill_s, usage.input_tokens - usage.cached_tokens, decode_s)
+
+    def _learn(self, usage: Usage, prefill_s: float, uncached_tokens: int, decode_s: float) -> None:
+        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
+        seen = Observation(prefill_s, uncached_tokens, decode_s, usage.output_tokens, self._running)
         self._costs.observe(seen)
         self._work.pace.observe(seen)

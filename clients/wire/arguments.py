@@ -86,7 +86,7 @@ class ClientOptions(TypedDict, total=False):
     api_key: sent as ``authorization: Bearer ...`` [none].
     metadata: added to every call, keys in lower case [none].
     retry: how requests that have produced no token are retried [``RetryPolicy()``].
-    budget: how many retries all requests together may make [``RetryBudget()``].
+    budget: how many retries all requests together may make [``RetryBudget()``; balanced: with a reserve of 100].
     rng: source of the random waits between retries.
     """
 

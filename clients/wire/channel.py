@@ -28,24 +28,21 @@ class AsyncChannel:
     """
 
     def __init__(self, connection: Connection, shared: bool = True) -> None:
-        self.connection = connection
+        self.connection, self.url = connection, connection.url
         self._options = connection.options() + ([] if shared else [("grpc.use_local_subchannel_pool", 1)])
         self._credentials = connection.tls.credentials() if connection.tls else None
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
-        self._generate: grpc.aio.UnaryStreamMultiCallable | None = None
+        self._generate: grpc.aio.UnaryStreamMultiCallable | None = None  # of ``_channel``
         self._packed = PackedEnsemble()
         self._discovery: asyncio.Task | None = None
 
-    @property
-    def url(self) -> str:
-        return self.connection.url
-
     def generate(self, payload: bytes, timeout_s: float, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
         """Send one serialised ModelInferRequest; the call yields serialised ModelStreamInferResponses."""
-        if self._generate is None or self._loop is not asyncio.get_running_loop():
+        channel = self._opened()
+        if self._generate is None:
             # One request per stream: ModelStreamInfer streams both ways, and this side ends after one message.
-            self._generate = self._opened().unary_stream(infer_request.GENERATE)
+            self._generate = channel.unary_stream(infer_request.GENERATE)
         return self._generate(payload, timeout=timeout_s, metadata=metadata)
 
     async def call(self, call: UnaryCall, timeout_s: float, metadata: Metadata | None = None) -> bytes:
@@ -82,7 +79,7 @@ class AsyncChannel:
 
     async def close(self) -> None:
         channel, self._channel, self._generate = self._channel, None, None
-        if self._discovery is not None and self._loop is asyncio.get_running_loop():
+        if self._discovery is not None and self._discovery.get_loop() is asyncio.get_running_loop():
             self._discovery.cancel()
             await asyncio.gather(self._discovery, return_exceptions=True)
         if channel is not None:
@@ -95,11 +92,6 @@ class AsyncChannel:
     def _opened(self) -> grpc.aio.Channel:
         running = asyncio.get_running_loop()
         if self._channel is None or self._loop is not running:
-            self._loop = running
-            url, options, credentials = self.url, self._options, self._credentials
-            self._channel = (
-                grpc.aio.secure_channel(url, credentials, options)
-                if credentials
-                else grpc.aio.insecure_channel(url, options)
-            )
+            self._loop, self._generate = running, None
+            self._channel = self.connection.opened(grpc.aio, self._credentials, self._options)
         return self._channel

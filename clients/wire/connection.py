@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -94,6 +95,12 @@ class Connection:
         """Channel arguments for grpc and grpc.aio."""
         named = [("grpc.ssl_target_name_override", self.tls.server_name)] if self.tls and self.tls.server_name else []
         return [*CHANNEL_OPTIONS, *named]
+
+    def opened(self, api: Any, credentials: grpc.ChannelCredentials | None, options: list) -> Any:
+        """Open a channel. api: ``grpc`` or ``grpc.aio``."""
+        if credentials is None:
+            return api.insecure_channel(self.url, options)
+        return api.secure_channel(self.url, credentials, options)
 
     def call_metadata(self, request_id: str = "", traceparent: str = "") -> tuple[tuple[str, str], ...]:
         """What one call carries: the trace context always, the credentials and the caller's own if any."""

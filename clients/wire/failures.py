@@ -100,6 +100,8 @@ def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint
             fallback = ModelNotFound
         if never_reached(code, details):
             ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
+        elif code is grpc.StatusCode.UNIMPLEMENTED:
+            ours = EngineFailed(f"{url or 'the server'} does not offer this call: {details}")
         elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             ours = _from_words(details, fallback)
         else:

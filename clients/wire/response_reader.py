@@ -83,9 +83,10 @@ class ResponseReader:
         details = status.details() or ""
         if failures.never_reached(status.code(), details):
             hint = dataclasses.replace(hint, unsent=True)
-        if status.code() is grpc.StatusCode.CANCELLED:
-            # Our own cancels do not come here: the server is stopping.
-            return Unavailable(f"{url} cancelled the call {self._position('before the first token')}: {details}"), hint
+        broken = self.started and status.code() is grpc.StatusCode.UNAVAILABLE
+        if broken or status.code() is grpc.StatusCode.CANCELLED:
+            # A server sends its errors in band, and our own cancels do not come here: it is stopping, or gone.
+            return Unavailable(f"{url} ended the call {self._position('before the first token')}: {details}"), hint
         return failures.from_rpc(status.code(), details, url, hint), hint
 
     def deadline_error(self) -> DeadlineExceeded:

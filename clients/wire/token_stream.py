@@ -215,6 +215,11 @@ class TokenStream:
             except TridentError as error:
                 await self._failed(error, RetryHint(error.retry_after_s))
                 continue
+            except asyncio.CancelledError:
+                if not self._ended or is_cancelled():
+                    raise
+                # the route was closed with its client; this task was not cancelled
+                raise Cancelled(f"request {self.request_id} was closed before it was sent") from None
             if self._ended:  # closed while the route was opened
                 attempt.call.cancel()
                 attempt.release(Cancelled("the stream was left"), self._response)

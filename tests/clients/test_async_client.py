@@ -85,6 +85,20 @@ def test_one_client_serves_one_event_loop_after_another(threaded_replica) -> Non
         assert asyncio.run(ask()) == f" {word}"
 
 
+def test_a_client_that_streamed_on_another_event_loop_can_be_closed(threaded_replica) -> None:
+    client = AsyncClient(threaded_replica.url)
+
+    async def stream() -> str:
+        return (await client.generate("x", max_tokens=1).complete()).text
+
+    async def stream_and_close() -> str:
+        text = await stream()
+        await client.close()
+        return text
+
+    assert asyncio.run(stream()) == asyncio.run(stream_and_close()) == " x"
+
+
 async def test_text_that_utf8_cannot_hold_is_refused_by_name(replica) -> None:
     async with AsyncClient(replica.url) as client:
         with pytest.raises(InvalidArgument, match="prompt: must be .* UTF-8, got a lone surrogate at index 1"):

@@ -11,7 +11,7 @@ import pytest
 from clients import BalancedClient, RetryPolicy
 from clients.replica_set import picks
 from clients.replica_set.health import HealthPolicy
-from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, Unavailable
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
 
@@ -239,6 +239,40 @@ async def test_no_replica_at_all_is_said_at_once(tmp_path) -> None:
         (tmp_path / "none").write_text("")
         with pytest.raises(Unavailable, match="names no replica"):
             await client.complete("x")
+
+
+async def test_a_deadline_that_passes_while_replicas_are_discovered_is_said() -> None:
+    class Silent:
+        async def replicas(self) -> tuple[str, ...]:
+            await asyncio.Event().wait()
+            return ()
+
+    async with BalancedClient(Silent()) as client:
+        with pytest.raises(DeadlineExceeded, match="the deadline passed before a replica was found"):
+            await client.complete("x", timeout_s=0.05)
+
+
+async def test_a_reader_learns_that_its_client_was_closed_while_replicas_were_discovered() -> None:
+    asked = asyncio.Event()
+
+    class Silent:
+        async def replicas(self) -> tuple[str, ...]:
+            asked.set()
+            await asyncio.Event().wait()
+            return ()
+
+    client = BalancedClient(Silent())
+    reader = asyncio.create_task(client.complete("x"))
+    await asked.wait()
+    await client.close()
+    with pytest.raises(Cancelled, match="was closed before it was sent"):
+        await reader
+
+
+@pytest.mark.parametrize("refresh_s", [0, -1.0, float("nan")])
+def test_a_time_between_discoveries_that_is_none_is_refused(refresh_s: float) -> None:
+    with pytest.raises(InvalidArgument, match=f"refresh_s: must be more than 0, or None, got {refresh_s}"):
+        BalancedClient("a:1", refresh_s=refresh_s)
 
 
 async def test_an_engine_that_fails_is_not_called_unhealthy_for_it() -> None:

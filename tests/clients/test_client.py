@@ -291,3 +291,20 @@ def test_streams_take_the_packed_ensemble_while_the_server_has_it(threaded_repli
         assert threaded_replica.counts.started == started + 2
     with Client(threaded_replica.url, model="ensemble_packed") as client, pytest.raises(NotFound):
         client.generate("x", max_tokens=1).complete()
+
+
+def test_a_client_that_was_closed_before_it_asked_for_the_packed_ensemble_stays_closed(
+    threaded_replica, monkeypatch
+) -> None:
+    closed, asked, ask = threading.Event(), threading.Event(), Client._ask
+
+    def late(client: Client, *arguments: object) -> None:
+        assert closed.wait(30)
+        ask(client, *arguments)
+        asked.set()
+
+    monkeypatch.setattr(Client, "_ask", late)
+    with Client(threaded_replica.url) as client:
+        client.generate("x", max_tokens=1).complete()
+    closed.set()
+    assert asked.wait(30) and client._channel is None

@@ -223,7 +223,7 @@ def test_a_time_that_is_none_is_refused_by_every_verb(verb: str, seconds: str, c
     with pytest.raises(SystemExit) as ended:
         command_line.main([verb, f"--timeout={seconds}", "x"])
     assert ended.value.code == 2
-    assert "argument --timeout: " in capsys.readouterr().err
+    assert f"argument --timeout: must be more than 0, at most 86400, got {seconds}" in capsys.readouterr().err
 
 
 def test_a_name_of_a_certificate_alone_does_not_mean_plain_text() -> None:

@@ -65,11 +65,19 @@ def test_answers_that_lie_deep_inside_each_other_are_scored():
     assert checks.schema({"schema": {"pattern": "a"}}, r'"\ud800"') == 0
 
 
+def test_lists_are_compared_by_their_parts():
+    case = {"schema": {}, "expected": {"colours": ["Red", "Blue"], "of": [{"n": 1}]}}
+    assert checks.schema(case, '{"colours": ["red", "blue."], "of": [{"n": 1, "more": 2}]}') == 1
+    for colours in ('["blue", "red"]', '["red"]', '["red", "blue", "blue"]', '"red"'):
+        assert checks.schema(case, f'{{"colours": {colours}, "of": [{{"n": 1}}]}}') == 0
+
+
 def test_tools_are_called_exactly_as_expected():
     case = {"expected": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     assert checks.tools(case, "", [("add", '{"b": 2, "a": 1}')]) == 1
     assert checks.tools(case, "", [("add", '{"a": 1}')]) == checks.tools(case, "", [("sum", '{"a": 1, "b": 2}')]) == 0
     assert checks.tools(case, "1 + 2 is 3", []) == checks.tools(case, "", [("add", '{"a": 1, "b": 2}')] * 2) == 0
+    assert checks.tools(case, "", [("add", '{"a": 1, "b": 2, "c": 3}')]) == 0
     assert checks.tools({"expected": None}, "Hello!", []) == 1
     assert checks.tools({"expected": None}, "", []) == checks.tools({"expected": None}, "", [("add", "{}")]) == 0
 

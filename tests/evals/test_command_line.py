@@ -38,6 +38,19 @@ def test_a_run_writes_results_and_a_table_and_says_where_it_failed(tmp_path, mon
     assert (
         out.with_suffix(".md").read_text() == said_so.out and "facts skipped: lm-eval is not installed" in said_so.err
     )
+    failed = sum(bool(case.error) for case in made.tasks["schema"].cases)
+    assert f"evals: schema: {failed} cases without an answer, the first: Error code: 400" in said_so.err
+
+
+@pytest.mark.parametrize("name,table", [("out.md", "out.md.md"), ("v1.2", "v1.2.md"), ("v1.2.json", "v1.2.md")])
+def test_the_table_of_a_run_never_takes_the_place_of_its_results(name, table, tmp_path):
+    def answer(path, body):
+        return 200, said("[1, 2]")
+
+    with endpoint(answer) as url:
+        main(["run", "--url", url, "--model", "m", "--tasks", "schema", "--limit", "1", "--out", str(tmp_path / name)])
+    assert results.read(tmp_path / name).tasks["schema"].cases
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, table])
 
 
 @pytest.mark.parametrize(
@@ -74,11 +87,18 @@ def test_a_file_and_a_url_of_another_kind_are_named(arguments, problem, tmp_path
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf"])
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "x"])
 def test_the_limit_of_a_request_is_a_time(seconds, capsys):
     with pytest.raises(SystemExit):
         main(["run", "--url", "http://127.0.0.1:1", "--timeout", seconds])
     assert f"must be more than 0, at most 86400, got {seconds}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("price", ["1", "1,x", "1,-2", "nan,1", "1,2,3"])
+def test_a_price_is_two_numbers(price, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--url", "http://127.0.0.1:1", "--price", price])
+    assert f"argument --price: must be two numbers from 0 with a comma between, got {price}" in capsys.readouterr().err
 
 
 def test_an_endpoint_whose_models_are_a_page_of_html_is_named(capsys):

@@ -63,6 +63,17 @@ def test_a_set_depends_on_samples_and_seed_alone(tmp_path):
     assert all(case["provenance"]["tenant"] == "acme/in" for case in read.cases)
 
 
+def test_every_file_of_samples_is_in_the_manifest(tmp_path):
+    paths = []
+    for number, gateway in enumerate(("one", "two")):  # each exported its own, under the same name
+        (tmp_path / gateway).mkdir()
+        paths.append(written(tmp_path / gateway / "samples.jsonl", [sample(number)]))
+    words = ["--name", "support", "--date", "2026-11-23", "--out", str(tmp_path / "sets")]
+    assert command_line.main(["curate", *map(str, paths), *words]) == 0
+    manifest = json.loads((tmp_path / "sets" / "support-2026-11-23.manifest.json").read_text())
+    assert manifest["sources"] == {curate._sha256(path.read_text()): "samples.jsonl" for path in paths}
+
+
 def test_what_does_not_belong_is_left_out_and_counted(tmp_path):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     samples = [

@@ -37,18 +37,23 @@ def wise(prompt, first, second):
     return {first: "first", second: "second"}.get(better, "neither")
 
 
-def judged(choose):
-    tasks = [one for one in task.read() if one.name == "instructions"]
+def judged(choose, name="instructions", labels=LABELS):
+    tasks = task.read(names=[name])
     ids = [case["id"] for case in tasks[0].cases]
-    sides = [with_fields(result(instructions=[1.0] * len(ids)), output=text) for text in ("one", "two")]
+    sides = [with_fields(result(**{name: [1.0] * len(ids)}), output=text) for text in ("one", "two")]
     for side in sides:
-        object.__setattr__(side.tasks["instructions"], "sha256", tasks[0].sha256)
-        for case, name in zip(side.tasks["instructions"].cases, ids, strict=True):
-            object.__setattr__(case, "id", name)
+        object.__setattr__(side.tasks[name], "sha256", tasks[0].sha256)
+        for case, own in zip(side.tasks[name].cases, ids, strict=True):
+            object.__setattr__(case, "id", own)
     with answers(choose) as url:
         made = Endpoint(url, "wise", "key", tries=1)
         with made.client:
-            return judge.judge(made, "Which is better?", *sides, tasks, LABELS, 0.6), sides
+            return judge.judge(made, "Which is better?", *sides, tasks, labels, 0.6), sides
+
+
+def test_answers_to_no_request_are_not_judged():
+    found, _ = judged(lambda *of: "first", "cloze", [])
+    assert (found.verdicts, found.failed) == ({}, 0)
 
 
 def test_the_labels_that_ship_are_balanced():

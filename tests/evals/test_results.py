@@ -60,6 +60,8 @@ def test_tables_name_what_was_skipped_and_what_failed():
     assert "| one | choice | 0.500 | 0.095 | 0.905 | 2 | 1 |" in table and "skipped: no lm-eval" in table
     table = results.compared(result(one=[1, 1, 0, 0, None]), result(one=[0, 0, 0, 1, 1]))
     assert "| one | 4 | 0.500 | 0.250 | -0.250 |" in table and "| 1 | 2 | 1.000 |" in table
+    served = result(one=[1]).model_copy(update={"target": Target(url="", model="m", engine="e")})
+    assert results.compared(served, result(one=[1])).startswith("A: m, engine e\nB: m at http://x/v1\n")
     assert "no case with two answers" in results.compared(result(one=[None]), result(one=[1]))
 
 

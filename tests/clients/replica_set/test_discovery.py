@@ -21,9 +21,10 @@ def test_a_bad_replica_is_named(url: str) -> None:
 
 
 def test_what_names_no_source_is_refused_with_those_there_are() -> None:
-    for nothing in (None, 5):
-        with pytest.raises(InvalidArgument, match=f"replicas: must be 'HOST:PORT,HOST:PORT'.*, got {nothing}"):
+    for nothing in (None, 5, b"a:1", [8001]):
+        with pytest.raises(InvalidArgument, match="replicas: must be 'HOST:PORT,HOST:PORT'.*, got ") as refused:
             discovery.source(nothing)
+        assert str(refused.value).endswith(f", got {nothing!r}")
 
 
 def test_an_empty_list_is_refused() -> None:

@@ -66,6 +66,17 @@ async def test_a_source_without_replicas_is_asked_again_by_the_next_caller():
     await replicas.close()
 
 
+async def test_an_error_of_the_first_discovery_is_forgotten_when_a_later_one_finds_replicas():
+    source = Source()
+    replicas = made(source, [], refresh_s=0.01)
+    with pytest.raises(Unavailable, match="no address"):
+        await replicas.found()
+    source.urls = ("a:1",)
+    await until(lambda: replicas.replicas)
+    await replicas.found()
+    await replicas.close()
+
+
 async def test_a_source_that_fails_later_changes_nothing():
     source = Source("a:1")
     replicas = made(source, [], refresh_s=0.01)

@@ -39,6 +39,19 @@ def test_the_channel_opens_again_on_another_event_loop():
         assert asyncio.run(once()) and asyncio.run(once())
 
 
+def test_a_stream_goes_to_the_loop_of_the_call_before_it():
+    with replica_in_thread() as replica:
+        channel = AsyncChannel(Connection(replica.url))
+
+        async def both() -> None:
+            assert await channel.model_ready("ensemble", 30.0)
+            await channel.stop("mine", 30.0)
+
+        asyncio.run(both())
+        asyncio.run(both())
+        assert replica.counts.stopped_ids == ["mine", "mine"]
+
+
 async def test_stop_sends_the_id_to_the_engine():
     async with FakeReplica() as replica:
         channel = AsyncChannel(Connection(replica.url))

@@ -94,6 +94,11 @@ def test_a_server_that_cannot_be_reached_is_named_with_the_cause_alone() -> None
     assert str(error) == "cannot reach 127.0.0.1:1: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
 
+def test_a_server_without_the_call_is_named() -> None:
+    error = failures.from_rpc(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", "127.0.0.1:9001")
+    assert str(error) == "127.0.0.1:9001 does not offer this call: Method not found!"
+
+
 def test_a_name_that_does_not_resolve_is_a_server_that_was_not_reached() -> None:
     details = "errors resolving nosuch:1: [field:hostname lookup error:address lookup failed: Domain name not found]"
     assert failures.never_reached(grpc.StatusCode.UNAVAILABLE, details)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 
+import grpc
 import pytest
+from grpc.aio import Metadata
 from tritonclient.grpc import service_pb2
 
 from clients.wire.response_reader import ResponseReader
@@ -71,3 +73,12 @@ def test_the_errors_of_an_early_end_name_the_position():
     assert "after 2 tokens" in str(reader.deadline_error())
     error = reader.truncation_error("h:1")
     assert isinstance(error, Unavailable) and "after 2 tokens" in str(error)
+
+
+def test_a_connection_that_breaks_names_the_server_and_the_position():
+    broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), "Socket closed")
+    reader = ResponseReader(REQUEST)
+    assert str(reader.status_error(broken, "h:1")[0]) == "Socket closed"  # as it stands: a server may say so itself
+    reader.read(message("a", ids=(1, 2)))
+    error, _ = reader.status_error(broken, "h:1")
+    assert isinstance(error, Unavailable) and str(error) == "h:1 ended the call after 2 tokens: Socket closed"
