@@ -28,6 +28,7 @@ from server.child_command import with_parent_death_signal
 from server.replica import Replica, running
 
 ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 KEYS = {tenant: f"tri-chaos-{tenant}-0123456789abcdef" for tenant in TENANTS}
 BUDGET_TOKENS, CAPPED_REQUESTS, MAX_IN_FLIGHT = 10_000_000, 40, 2
 LEAST_REPLICAS = 2
@@ -190,7 +191,7 @@ class Fleet:
             "API_KEYS": ",".join(f"{tenant}/chaos/one={key}" for tenant, key in KEYS.items()),
             "REDIS": self.redis_url,
             "WORKERS": 1 if self._plant else workers,
-            "TOKENIZER": ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json",
+            "TOKENIZER": TOKENIZER,
             "RESPONSE_DB": self.folder / f"{name}.sqlite",
             "PROBE_INTERVAL_S": 0.5,
             "SLOW_START_S": 0,

@@ -9,9 +9,11 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import grpc.aio
+from tokenizers import Tokenizer
 
 from clients import AsyncClient
 from clients.wire import infer_request
@@ -263,12 +265,17 @@ def _of_status(status: int | str | None) -> str:
     return next((name for name, cls in kinds if cls.http_status == status), f"HTTP {status}")
 
 
-async def undisturbed(url: str) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the text that follows each prompt and the prompt's tokens, asked directly at a replica."""
+async def undisturbed(url: str, tokenizer: Path) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the text that follows each prompt and the prompt's tokens, asked directly at a replica.
+
+    tokenizer: file that its ids are decoded by here: what the replica makes of them is what is tested.
+    """
+    decoder = Tokenizer.from_file(str(tokenizer))
     async with AsyncClient(url) as client:
         streams = [
             client.generate(one.text, max_tokens=one.max_tokens, temperature=0.0, ignore_eos=True) for one in PROMPTS
         ]
         found = await asyncio.gather(*(stream.complete() for stream in streams))
     pairs = [(prompt.text, one) for prompt, one in zip(PROMPTS, found, strict=True)]
-    return {text: one.text for text, one in pairs}, {text: one.usage.input_tokens for text, one in pairs if one.usage}
+    texts = {text: decoder.decode(one.token_ids) for text, one in pairs}
+    return texts, {text: one.usage.input_tokens for text, one in pairs if one.usage}

@@ -18,7 +18,7 @@ import aiohttp
 from chaos import alerts, invariants
 from chaos.envoy import FILTERED
 from chaos.faults import KINDS
-from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, MAX_IN_FLIGHT, Fleet
+from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, MAX_IN_FLIGHT, TOKENIZER, Fleet
 from chaos.invariants import Happened, Record, Violation
 from chaos.load import LEFT, Load, Outcome, undisturbed
 from chaos.scenario import Fault, Scenario, possible
@@ -52,7 +52,7 @@ async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[V
 
 async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     begun_s = time.monotonic()
-    expected, inputs = await undisturbed(fleet.replicas["replica-1"].grpc_url)
+    expected, inputs = await undisturbed(fleet.replicas["replica-1"].grpc_url, TOKENIZER)
     patience_s = max(LONGEST_STREAM_S, 8 * (time.monotonic() - begun_s))  # on a machine that is busy with other things
     record = Record(expected, LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s), inputs=inputs)
     record.held_s = {name: alerts.held_s(name) for name in invariants.ALERTS}

@@ -44,7 +44,8 @@ _OUTSIDE = frozenset(
 class Fleet:
     """The replicas, by pool in the order of their starts. wanted, used_s (replica-seconds): by pool.
 
-    decisions: all of the law, with their times. blind: outages of the gateways' metrics that last.
+    decisions: all of the law by pool, with their times, and whether a part of the load was not known.
+    blind: outages of the gateways' metrics that last.
     missed: numbers of the faults that hit no replica.
     """
 
@@ -58,7 +59,7 @@ class Fleet:
         self.blind = 0
         self.missed: list[int] = []
         self.gateways: list[Service] = []
-        self.decisions: list[tuple[float, str, Decision]] = []
+        self.decisions: dict[str, list[tuple[float, Decision, bool]]] = {name: [] for name in scenario.pools}
         self.used_s = dict.fromkeys(scenario.pools, 0.0)
         self._states: dict[str, Any] = {}
         self._tasks: set[asyncio.Task] = set()
@@ -121,7 +122,7 @@ class Fleet:
                     continue
                 decision = decide(rules, load, self._states.get(pool), time.time())
                 self._states[pool] = decision.state
-                self.decisions.append((self._loop.time(), pool, decision))
+                self.decisions[pool].append((self._loop.time(), decision, not reader.complete))
                 if decision.wanted != self.wanted[pool]:
                     self.order(pool, decision.wanted)
 

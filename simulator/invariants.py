@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.scaling.law import Decision
@@ -14,8 +16,9 @@ from contract.generation import Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency
+from gateway.config.calendar import period_at
 from gateway.config.policy import ModelPrice
-from gateway.config.tenant import Level
+from gateway.config.tenant import Level, Limits
 from gateway.routing.circuit_breaker import BreakerState
 from gateway.service import Service
 from simulator.replica import Replica
@@ -24,25 +27,38 @@ _SLACK = 1e-6
 _ROUNDING = 1e-3  # of balances of up to 10^12
 
 
+@dataclass
+class _Account:
+    """What is left of a limit of tokens, requests or money. held: reserved by requests that have not ended."""
+
+    most: float
+    rate_per_s: float
+    money: bool
+    at_s: float
+    left: float = math.inf
+    held: float = 0.0
+
+    def refill(self, now_s: float) -> None:
+        self.left = min(self.most - self.held, self.left + self.rate_per_s * (now_s - self.at_s))
+        self.at_s = now_s
+
+
 class Ledger:
     """Counts on its own what people send and get. violations: what did not hold, and how often.
 
     gateways: each has budgets of its own, unless they share a store.
     """
 
-    def __init__(self, began_s: float, gateways: int) -> None:
-        self._began_s, self._gateways = began_s, gateways
+    def __init__(self, gateways: int) -> None:
+        self._gateways = gateways
         self.violations: Counter[str] = Counter()
         self.open = 0  # requests that began and did not end
-        self._levels: dict[str, Level] = {}
-        # By level: tokens of whole answers, requests that were admitted, and those of them that have not ended.
-        self._used, self._admitted, self._under_way = Counter[str](), Counter[str](), Counter[str]()
-        self._beyond = Counter[str]()  # by level: tokens of prompts beyond what the gateway took them for and reserved
+        self._under_way = Counter[str]()  # requests that were admitted and have not ended, by level
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
         self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
-        # By store and level: what is left of the requests a minute, and since when.
-        self._left: dict[tuple[int, str], tuple[float, float]] = {}
+        self._accounts: dict[tuple[object, ...], _Account] = {}  # by store, level, limit and its day or month
+        self._held: dict[str, list[tuple[_Account, float]]] = {}  # by reservation: its amounts, until they are settled
 
     def watch(self, gateways: Iterable[Service]) -> None:
         """See from now on what reservations and settlements take from the buckets."""
@@ -55,17 +71,37 @@ class Ledger:
         self, store: MemoryStore, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
     ) -> Reservation:
         reservation, now_s = MemoryStore.try_reserve(store, levels, tokens, least, micros), store._clock()
-        lacks = any(level.limits.tokens_per_minute or level.limits.quotas for level in levels)
+        asked = []  # level and unit, account, amount, and whether that is settled in the end
         for level in levels:
-            if (per_minute := level.limits.requests_per_minute) is not None:
-                most = level.limits.burst_requests or per_minute
-                had, at_s = self._left.get((id(store), level.name), (most, now_s))
-                left = min(most, had + per_minute / 60 * (now_s - at_s))
-                lacks |= left < 1 + _SLACK
-                self._left[id(store), level.name] = left - reservation.granted, now_s
-        if not (reservation.granted or lacks):
+            limits, name = level.limits, (id(store), level.name)
+            if (per_minute := limits.tokens_per_minute) is not None:
+                account = self._account((*name, "tokens"), limits.burst_tokens or per_minute, per_minute, now_s)
+                asked.append((level.name, account, min(tokens, account.most), True))
+            if (per_minute := limits.requests_per_minute) is not None:
+                account = self._account((*name, "requests"), limits.burst_requests or per_minute, per_minute, now_s)
+                asked.append((level.name, account, 1, False))
+            for quota in (quota for quota in limits.quotas if not quota.soft):
+                period = period_at(quota.length, quota.time_zone, store._wall()).name
+                account = self._account((*name, quota.name, period), quota.most, 0, now_s, quota.money)
+                asked.append((level.name, account, micros if quota.money else tokens, True))
+        if not reservation.granted and all(account.left > amount + _ROUNDING for _, account, amount, _ in asked):
             self.broken("a request was refused within its budgets")
+        for level_name, account, amount, settled in asked if reservation.granted else ():
+            if account.left < amount - _ROUNDING:
+                unit = "" if settled else ", in requests"
+                self.broken(f"the budget of {level_name} was exceeded{unit}")
+            account.left -= amount
+            if settled:
+                account.held += amount
+                self._held.setdefault(reservation.id, []).append((account, amount))
         return reservation
+
+    def _account(
+        self, name: tuple[object, ...], most: float, per_minute: float, now_s: float, money: bool = False
+    ) -> _Account:
+        account = self._accounts.setdefault(name, _Account(most, per_minute / 60, money, now_s))
+        account.refill(now_s)
+        return account
 
     def _settled(self, store: MemoryStore, reservation: Reservation, used: int, micros: int = 0) -> None:
         before = []
@@ -74,6 +110,10 @@ class Ledger:
                 bucket.refill(demand, store._clock())
                 before.append((demand.bucket, bucket, bucket.balance + bucket.held))
         MemoryStore.settle(store, reservation, used, micros)
+        for account, amount in self._held.pop(reservation.id, ()):
+            account.refill(store._clock())
+            account.held -= amount
+            account.left = min(account.most - account.held, account.left + amount - (micros if account.money else used))
         for name, bucket, had in before:
             if taken := had - bucket.balance - bucket.held:
                 place = name, reservation.id
@@ -102,8 +142,6 @@ class Ledger:
     def admitted(self, levels: Iterable[Level]) -> None:
         """Take note of a request that the gateway serves, until ``released``."""
         for level in levels:
-            self._levels[level.name] = level
-            self._admitted[level.name] += 1
             self._under_way[level.name] += 1
             most = level.limits.max_in_flight
             if most is not None and self._under_way[level.name] > self._gateways * most:
@@ -113,14 +151,12 @@ class Ledger:
         for level in levels:
             self._under_way[level.name] -= 1
 
-    def answered(self, levels: Iterable[Level], usage: Usage, received: int, due: Usage) -> None:
+    def answered(self, usage: Usage, received: int, due: Usage) -> None:
         """Take note of a whole answer. received: tokens that came. due: of the prompt, and of what the engine makes."""
         if received != due.output_tokens:
             self.broken("an answer had more or fewer tokens than the engine made")
         if (usage.input_tokens, usage.output_tokens) != (due.input_tokens, received):
             self.broken("the usage told other tokens than came")
-        for level in levels:
-            self._used[level.name] += usage.input_tokens + usage.output_tokens
 
     def charged(
         self, levels: Iterable[Level], reservation: Reservation | None, used: Usage | None, price: ModelPrice | None
@@ -130,39 +166,53 @@ class Ledger:
         micros = price.micros(used) if price is not None and used is not None else 0
         self._tokens += tokens
         own = tuple(f"{level.name} " for level in levels)  # what follows a space is a scope of the level
-        for standing in reservation.standings if reservation is not None else ():
+        standings = reservation.standings if reservation is not None else ()
+        asked = {standing.demand.level for standing in standings}
+        if any(replace(one.limits, max_in_flight=None) != Limits() and one.name not in asked for one in levels):
+            self.broken("a request took nothing from a budget of its levels")
+        for standing in standings:
             if not f"{(demand := standing.demand).level} ".startswith(own):
                 self.broken("a request took from the budget of another level")
             if demand.held:
                 taken = self._taken.pop((demand.bucket, reservation.id), 0.0)  # type: ignore[union-attr]
-                if demand.limit == "tokens":
-                    self._beyond[demand.level] += max(0, tokens - int(demand.amount))
                 if abs(taken - demand.of(tokens, micros)) > _ROUNDING:
                     self.broken(f"{demand.level} was charged other than it was answered, in {demand.limit}")
 
-    def check(self, gateways: Iterable[Service], now_s: float, calls: int) -> None:
+    def check(self, gateways: Sequence[Service], calls: int) -> None:
         """Check what holds at any time. calls: of people's requests, that engines work on."""
         if calls > self.open and not any(gateway.shadow.rules for gateway in gateways):
             self.broken("engines worked on more requests than were under way")
         held = sum(gateway.admission.running for gateway in gateways)
         if held > self.open:
             self.broken("more slots were held than requests were under way")
-        for name, level in self._levels.items():
-            limits = level.limits
-            tokens = self._used[name] - self._beyond[name], limits.tokens_per_minute, limits.burst_tokens, ""
-            requests = self._admitted[name], limits.requests_per_minute, limits.burst_requests, ", in requests"
-            for used, per_minute, burst, unit in (tokens, requests):
-                if per_minute is None:
-                    continue
-                allowed = self._gateways * ((burst or per_minute) + per_minute / 60 * (now_s - self._began_s))
-                if used > allowed * (1 + _SLACK):
-                    self.broken(f"the budget of {name} was exceeded{unit}")
+        for slots in (gateway.admission.slots(pool) for gateway in gateways for pool in gateway.replicas.pools):
+            of_class, of_tenant, *_ = slots.queue.state()
+            most = slots.rules.max_waiting_per_class, slots.rules.max_waiting_per_tenant
+            if max(of_class.values(), default=0) > most[0] or max(of_tenant.values(), default=0) > most[1]:
+                self.broken("more requests waited than may")
 
-    def check_decision(self, rules: PoolRules, pool: str, decision: Decision) -> None:
-        if decision.wanted < rules.min_replicas:
-            self.broken(f"the law wanted fewer replicas of {pool!r} than min_replicas")
-        if decision.wanted > rules.ceiling:
-            self.broken(f"the law wanted more replicas of {pool!r} than its ceiling")
+    def check_decisions(self, rules: PoolRules, pool: str, decisions: Sequence[tuple[float, Decision, bool]]) -> None:
+        """Compare the decisions for a pool, with their times, with what the rules promise. True: of a load that was
+        not known."""
+        up_s, changed_s = -math.inf, decisions[0][0] if decisions else 0.0  # a first decision removes nothing
+        wanted = decisions[0][1].wanted if decisions else 0
+        for at_s, decision, blind in decisions:
+            before, wanted = wanted, decision.wanted
+            if wanted < rules.min_replicas:
+                self.broken(f"the law wanted fewer replicas of {pool!r} than min_replicas")
+            if wanted > rules.ceiling:
+                self.broken(f"the law wanted more replicas of {pool!r} than its ceiling")
+            # Floor and ceiling hold at once; a pool without a replica gets its first ones at once.
+            if before and max(before, rules.min_replicas) < wanted:
+                if wanted - before > rules.step_up or at_s - up_s < rules.up_cooldown_s - _SLACK:
+                    self.broken(f"the law added replicas of {pool!r} faster than step_up and up_cooldown_s")
+            if wanted < min(before, rules.ceiling):
+                if before - wanted > rules.step_down or at_s - changed_s < rules.down_cooldown_s - _SLACK:
+                    self.broken(f"the law removed replicas of {pool!r} faster than step_down and down_cooldown_s")
+                if blind:
+                    self.broken(f"the law removed replicas of {pool!r} while the load was not known")
+            if wanted != before:
+                changed_s, up_s = at_s, at_s if wanted > before else up_s
 
     def check_end(self, gateways: Sequence[Service], replicas: Iterable[Replica]) -> None:
         """Check what holds when all requests have ended."""

@@ -13,7 +13,9 @@ from benchmarks.arrivals import Arrival
 from benchmarks.record import Record
 from contract.errors import InvalidArgument, NotFound, TridentError
 from contract.generation import GenerationRequest, Usage
+from gateway.admission.fair_admission import NOTE
 from gateway.admission.request_class import classified
+from gateway.config.policy import Policy
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
@@ -53,6 +55,15 @@ def tenant(gateway: Service, name: str, persona: Persona) -> Tenant:
         allowed = ", ".join(one.name for one in gateway.models.of(found)) or "none for this key"
         raise InvalidArgument(f"personas.{name}.model", f"must be one of {allowed}, got {model!r}") from exc
     return found
+
+
+def _pools(policy: Policy, model: str, every: set[str]) -> set[str]:
+    """Return the pools that the policy has for a model; ``every`` where it does not say."""
+    if model not in policy.models or not (pools := policy.models[model].pools):
+        return every
+    elsewhere = {policy.shadow.pool if policy.shadow is not None else ""}
+    elsewhere |= {target.pool for target in policy.overflow.values()}
+    return elsewhere.union(pools, (release.candidate for release in policy.releases.values()))
 
 
 @dataclass
@@ -193,7 +204,10 @@ class People:
             self._tenants[number], "http", persona.operation, f"{self.name}-{record.index}", carrier, session
         )
         context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
+        asked_s = self._loop.time()
         choices = await service.choices((request,), context)
+        if self._loop.time() - asked_s > service.configuration.policy.longest_wait_s + 1:
+            ledger.broken("a request waited longer than max_wait_s")
         ledger.admitted(context.tenant.levels)
         failed: BaseException | None = None
         prompt: Prompt = request.text_input  # type: ignore[assignment]
@@ -223,13 +237,19 @@ class People:
             choices.close(failed)
             ledger.released(context.tenant.levels)
             generation, used = choices.generations[0], None
+            if prompt.pools - _pools(service.configuration.policy, context.model.name, prompt.pools):
+                ledger.broken("a request was sent to a pool that does not serve its model")
             if usage is not None:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
-                most = generation.request.max_tokens
+                most, rules = generation.request.max_tokens, context.tenant.class_rules
+                if most > min(request.max_tokens, (rules and rules.max_tokens) or request.max_tokens):
+                    ledger.broken("an answer had more tokens than its caller or its class allows")
+                if most < request.max_tokens and NOTE not in choices.headers:
+                    ledger.broken("an answer was made shorter and its caller was not told")
                 if (record.finish_reason == "length") != (prompt.answer >= most):
                     ledger.broken("an answer ended for another reason than the engine's")
                 due = Usage(prompt.tokens, min(prompt.answer, most))
-                ledger.answered(context.tenant.levels, usage, received, due)
+                ledger.answered(usage, received, due)
                 cached = (generation.usage or usage).cached_tokens  # which callers may not be told
                 used = Usage(prompt.tokens, received, cached)
             elif received:  # it was cut off: the prompt is charged as it was counted or estimated

@@ -30,17 +30,22 @@ Message = tuple[TokenDelta, bool, str]
 
 class Prompt(str):
     """A prompt that tells the model of the engine what it cannot know from a text: its own tokens, how many tokens its
-    answer has, the key of what it shares with other prompts and how many tokens that are, and the answer's first id."""
+    answer has, the key of what it shares with other prompts and how many tokens that are, and the answer's first id.
+
+    pools: of the replicas that it was sent to.
+    """
 
     tokens: int
     answer: int
     prefix: tuple[str, int]
     base: int
+    pools: set[str]
 
     @classmethod
     def of(cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0), base: int = 0) -> Prompt:
         prompt = cls(text)
         prompt.tokens, prompt.answer, prompt.prefix, prompt.base = tokens, answer, prefix, base
+        prompt.pools = set()
         return prompt
 
 
@@ -90,6 +95,10 @@ class Replica:
         self.blind = self.late = 0
         self.calls: dict[Call, None] = {}
 
+    def listens(self, now_s: float) -> bool:
+        """Whether connections are taken; a replica that starts takes none."""
+        return self.state not in ("dead", "gone") and not (self.state == "starting" and self.ready_s > now_s)
+
     def registration(self, now_s: float) -> Registration:
         expected_s = max(0.0, self.ready_s - now_s)
         state = "ready" if self.state == "ready" else "starting"
@@ -136,7 +145,7 @@ class Channel:
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
         replica = self._replica
-        if replica.state in ("dead", "gone"):
+        if not replica.listens(asyncio.get_running_loop().time()):
             raise Unavailable(f"{self.url}: connection refused")
         if replica.state == "hung":
             await asyncio.sleep(timeout_s)
@@ -164,6 +173,7 @@ class Call:
         self._ended, self._due_s = False, 0.0  # when the last message arrives
         self._reader: asyncio.Future[None] | None = None
         prompt = self.prompt if isinstance(self.prompt, Prompt) else Prompt.of("", 1, 1)
+        prompt.pools.add(replica.pool)
         self._prompt, made, most = prompt, len(sent.request.continue_ids), sent.request.max_tokens
         replica.late += replica.state == "draining" and prompt is self.prompt
         # After other ids than it made an engine makes other ones.
@@ -174,7 +184,7 @@ class Call:
             prompt.tokens + made, most - made, answer, self._tell, sent.priority, made, prompt.prefix
         )
         self._timer = self._loop.call_later(timeout_s, self.fail, grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
-        if replica.state in ("dead", "gone"):
+        if not replica.listens(self._loop.time()):
             self.fail(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
         else:
             replica.calls[self] = None

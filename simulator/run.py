@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.record import Record
+from cluster.scaling.rules import PoolRules
 from contract.errors import InvalidArgument, TridentError
 from gateway.config import release_file
 from gateway.service import Service
@@ -116,7 +117,7 @@ async def _made(scenario: Scenario, seed: int, folder: Path) -> tuple[Fleet, Led
     gateways = replicas.gateways
     for number in range(scenario.gateway.count):
         gateways.append(fleet.gateway(scenario, keys, replicas, seed, number, folder))
-    ledger = Ledger(BEGAN_S, len(gateways))
+    ledger = Ledger(len(gateways))
     people = {
         name: People(name, persona, gateways, ledger, seed, scenario.start_hour)
         for name, persona in scenario.personas.items()
@@ -171,18 +172,20 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     for task in tasks:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    decisions, wanted = [], dict.fromkeys(scenario.pools, -1)
-    for at_s, pool, decision in replicas.decisions:
-        ledger.check_decision(scenario.scaling.of(pool), pool, decision)  # type: ignore[union-attr]
-        if decision.wanted != wanted[pool]:
-            wanted[pool] = decision.wanted
-            decisions.append((round(at_s - BEGAN_S, 3), pool, decision.wanted, decision.reason))
+    changed = []
+    for pool, made in replicas.decisions.items():
+        ledger.check_decisions(scenario.scaling.of(pool) if scenario.scaling else PoolRules(), pool, made)
+        wanted = -1
+        for at_s, decision, _ in made:
+            if decision.wanted != wanted:
+                wanted = decision.wanted
+                changed.append((round(at_s - BEGAN_S, 3), pool, wanted, decision.reason))
     result = Result(
         scenario,
         seed,
         {name: one.records for name, one in people.items()},
         samples,
-        decisions,
+        sorted(changed, key=lambda one: one[0]),
         hours,
         {pool: replicas.drafted_tokens(pool) for pool in scenario.pools},
         sum((_counts(gateway) for gateway in gateways), Counter[str]()),
@@ -209,7 +212,7 @@ async def _watch(scenario: Scenario, replicas: Fleet, ledger: Ledger, samples: l
     loop, every_s = asyncio.get_running_loop(), max(1.0, scenario.duration_s / SAMPLES)
     await _until(BEGAN_S)
     while True:
-        ledger.check(replicas.gateways, loop.time(), replicas.calls)
+        ledger.check(replicas.gateways, replicas.calls)
         for pool in scenario.pools if loop.time() <= BEGAN_S + scenario.duration_s else ():
             slots = [gateway.admission.slots(pool) for gateway in replicas.gateways]
             held = sum(one.running for one in slots), sum(one.waiting for one in slots)

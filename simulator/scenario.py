@@ -17,6 +17,7 @@ from cluster.scaling.rules import Rules
 from contract import step_model, toml_table
 from contract.errors import InvalidArgument, TridentError
 from contract.step_model import StepModel
+from gateway.config.rules import PoolName
 
 _TABLE = ConfigDict(extra="forbid", frozen=True, strict=True)
 _Seconds = Annotated[float, Field(ge=0, le=31 * 86_400, allow_inf_nan=False)]
@@ -167,6 +168,12 @@ class Persona(BaseModel):
     def _one(self) -> Persona:
         if (self.arrivals is None) == (self.users == 0):
             raise ValueError("users: must be set if arrivals is not, else left out")
+        if self.arrivals is not None and "think_s" in self.model_fields_set:
+            raise ValueError("think_s: must be left out, since users is not set")
+        rows = self.arrivals.rows if isinstance(self.arrivals, arrivals.Trace) else ()
+        for name in {"input", "output"} & self.model_fields_set:
+            if rows and all(getattr(row, f"{name}_tokens") for row in rows):
+                raise ValueError(f"{name}: must be left out, since every request of the trace has its {name}_tokens")
         if self.until_s is not None and self.until_s <= self.from_s:
             raise ValueError(f"until_s: must be more than from_s, got {self.until_s:g}")
         if self.prefix_groups > 1 and not self.prefix_tokens:
@@ -215,13 +222,13 @@ class Scenario(BaseModel):
 
     model_config = _TABLE
     name: str = ""
-    duration_s: _Positive
+    duration_s: Annotated[_Seconds, Field(gt=0)]
     warmup_s: _Seconds = 0.0
     start_hour: Annotated[float, Field(ge=0, lt=24)] = 0.0
     slo_ttft_s: _Positive = 0.5
     slo_latency_s: _Positive = 5.0
     gateway: Gateways = Gateways()
-    pools: Annotated[Mapping[str, Pool], Field(min_length=1)]
+    pools: Annotated[Mapping[PoolName, Pool], Field(min_length=1)]
     scaling: Rules | None = None
     interval_s: Annotated[float, Field(ge=0.1, le=86_400)] = 5.0
     personas: Annotated[Mapping[str, Persona], Field(min_length=1)]

@@ -423,7 +423,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         kv_sequences=replica.kv_tokens / (input_tokens + output_tokens),
         decode_batch=batch,
         tokens_per_step=step.tokens_per_step,
-        shares=_shares(replica, found.sequences, context, ratio),
+        shares=_shares(replica, found.sequences, input_tokens, output_tokens),
         others=[Mix(one.hour, point, ends) for one, (point, _, ends) in points.items() if one != load],
         rates=rates,
         headroom=pool.headroom,
@@ -467,17 +467,19 @@ def _bench(one: Class, rate: float, seed: int) -> str:
     return f"python -m benchmarks run --url HOST:8001 --tokenizer FOLDER {load} --duration 60 --seed {seed}"
 
 
-def _shares(replica: Replica, sequences: float, context: float, ratio: float) -> dict[str, float]:
-    """Return the parts of a mean step."""
-    step = replica.step
-    whole = step.seconds(sequences, sequences * context, sequences * ratio)
+def _shares(replica: Replica, sequences: float, input_tokens: float, output_tokens: float) -> dict[str, float]:
+    """Return the parts of a mean step; a prompt is read in steps of its own, not a little of it in each."""
+    step, context = replica.step, sequences * (input_tokens + output_tokens / 2)
+    read = sequences * input_tokens / output_tokens
+    chunk = max(read, min(input_tokens, replica.chunk_tokens))
+    plain_s = step.seconds(sequences, context, 0)
     parts = {
         "fixed": step.seconds(0, 0, 0),
-        "context": step.context_token_s * sequences * context,
-        "prefill": whole - step.seconds(sequences, sequences * context, 0),
+        "context": step.context_token_s * context,
+        "prefill": (step.seconds(sequences, context, chunk) - plain_s) * read / chunk,
     }
-    parts["sequences"] = max(0.0, whole - sum(parts.values()))
-    return {name: seconds / whole for name, seconds in parts.items()}
+    parts["sequences"] = max(0.0, plain_s - parts["fixed"] - parts["context"])
+    return {name: seconds / sum(parts.values()) for name, seconds in parts.items()}
 
 
 def _sensitivity(

@@ -70,7 +70,7 @@ def _errors(checked: Mapping[str, float]) -> str:
 
 
 def _row(name: str, cells: Iterable[object], width: int) -> str:
-    return f"  {name:<18}" + "".join(f"{cell!s:>{width}}" for cell in cells)
+    return f"  {name:<18}" + "".join(f" {cell!s:>{width - 1}}" for cell in cells)
 
 
 def check_plot(path: Path) -> None:

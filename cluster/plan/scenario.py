@@ -122,8 +122,14 @@ class Class(_Table):
             raise ValueError(
                 f"requests_per_s: must be given, or users, trace or metrics, one of them; got {told or 'none'}"
             )
-        for name in () if self.trace or self.metrics else ("input", "output"):
-            if getattr(self, name) is None:
+        of = {"requests_per_user_hour": "users", "seconds": "metrics"}
+        for name in [name for name in of if name in self.model_fields_set and of[name] not in told]:
+            raise ValueError(f"{name}: must be left out without {of[name]}")
+        for name in ("input", "output"):
+            if self.trace or self.metrics:
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name}: must be left out: {told[0]} tells it")
+            elif getattr(self, name) is None:
                 raise ValueError(f"{name}: must be a number of tokens or a table of p50, p95 and most, got none")
         return self
 
@@ -172,6 +178,8 @@ class Price(_Table):
     def _all_to_be_had(self) -> Price:
         if self.spot and self.spot_share < 1 and not (self.on_demand or self.reserved):
             raise ValueError("on_demand: must be set, or reserved, where spot_share is below 1, got 0")
+        if self.spot and "spot_share" not in self.model_fields_set:
+            raise ValueError("spot_share: must be set with spot, got none")
         return self
 
 

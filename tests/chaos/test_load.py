@@ -7,8 +7,13 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer
 
+from chaos import load
+from chaos.fleet import TOKENIZER
 from chaos.load import CUT, LEFT, PROMPTS, TENANTS, Load, Outcome
+from clients.wire.completion import Completion
+from contract.generation import Usage
 from server import ports
 
 BEGIN = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
@@ -26,6 +31,31 @@ def test_a_stream_begins_with_its_first_token():
     first_s = one.first_s
     one.add("b", 1)
     assert 0 < one.first_s == first_s
+
+
+async def test_the_undisturbed_text_is_not_what_the_replica_makes_of_its_tokens(monkeypatch):
+    """Else a detokenizer that always loses a token would agree with itself."""
+    ids = tuple(Tokenizer.from_file(str(TOKENIZER)).encode("def add(a, b):").ids)
+
+    class Client:
+        def __init__(self, url: str) -> None:
+            pass
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_) -> None:
+            pass
+
+        def generate(self, text: str, **_):
+            return self
+
+        async def complete(self) -> Completion:
+            return Completion("def add(a b):", ids, (), None, "", Usage(3, len(ids)), None, "")
+
+    monkeypatch.setattr(load, "AsyncClient", Client)
+    texts, inputs = await load.undisturbed("", TOKENIZER)
+    assert set(texts.values()) == {"def add(a, b):"} and set(inputs.values()) == {3}
 
 
 def test_no_two_tenants_share_a_prompt():

@@ -11,9 +11,11 @@ import pytest
 from clients.wire.response_reader import ResponseReader
 from cluster.scaling import law
 from contract.generation import FinishReason
-from gateway.admission import budget_store, concurrency
+from gateway.admission import budget_store, concurrency, fair_admission
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Bucket
+from gateway.admission.fair_admission import FairAdmission
+from gateway.admission.fair_queue import FairQueue
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.choices import Choices
 from gateway.continuation import Continuation
@@ -23,6 +25,7 @@ from gateway.routing.replicas import Replicas
 from gateway.telemetry.metrics import Metrics
 from simulator import fleet
 from simulator.replica import Call
+from simulator.run import Result
 from tests.simulator.test_run import CHAT, POOL, simulated
 
 KEYS = """
@@ -283,6 +286,120 @@ def test_a_limit_that_is_too_strict_is_found(monkeypatch, tmp_path: Path, limit,
     owner, name = (concurrency, "caps") if limit == "max_in_flight" else (budget_store, "demands")
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     assert violation in simulated(folder=tmp_path, **table).violations
+
+
+CLASSES = """
+salt = "9f3c0d5e2a71b8446c1fd0a3e97b5a28"
+[admission]
+max_wait_s = 5.0
+max_waiting_per_tenant = 20
+[classes.bulk]
+priority = 5
+max_tokens = 20
+[orgs.acme]
+tokens_per_day = 3000
+[orgs.beta]
+tokens_per_minute = 3000
+burst_tokens = 1000
+[orgs.beta.teams.web]
+class = "bulk"
+[models.small]
+pools = ["main"]
+[models.large]
+pools = ["big"]
+"""
+
+
+def classes(folder: Path) -> Result:
+    """Run people of two organisations and of none, under all limits of CLASSES."""
+    (folder / "gateway.toml").write_text(CLASSES)
+    chat, pool = CHAT | {"model": "small", "output": "60"}, POOL | {"slots": 4}
+    people = {"a": chat | {"key": "acme/web/site"}, "b": chat | {"key": "beta/web/site"}, "c": chat | {"key": "c/c/c"}}
+    people["c"] |= {"arrivals": "poisson:8", "from_s": 5.0}
+    pools = {"main": pool, "big": pool}
+    return simulated(folder=folder, gateway={"policy": "gateway.toml"}, personas=people, pools=pools, duration_s=25.0)
+
+
+def test_promises_of_admission_hold(tmp_path: Path):
+    honest = classes(tmp_path)
+    assert {"refused: quota", "refused: budget", "refused: deadline", "refused: queue"} <= honest.counts.keys()
+    assert not honest.violations
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "plant", "violation"),
+    [
+        (
+            budget_store,
+            "demands",
+            lambda real: lambda *given: tuple(one for one in real(*given) if not one.left_s),
+            "the budget of acme was exceeded",
+        ),
+        (
+            fair_admission,
+            "applying",
+            lambda real: lambda levels, *scope: real([one for one in levels if "/" in one.name], *scope),
+            "a request took nothing from a budget of its levels",
+        ),
+        (Bucket, "_add_refill", lambda real: lambda *_: None, "a request was refused within its budgets"),
+        (FairQueue, "expire", lambda real: lambda *_: [], "a request waited longer than max_wait_s"),
+        (FairQueue, "check_room", lambda real: lambda *_: None, "more requests waited than may"),
+        (
+            FairAdmission,
+            "_capped",
+            lambda real: lambda _, requests, tenant: (requests, {}),
+            "an answer had more tokens than its caller or its class allows",
+        ),
+        (
+            fair_admission,
+            "shortened",
+            lambda real: lambda request, most: dataclasses.replace(request, max_tokens=most - 1),
+            "an answer was made shorter and its caller was not told",
+        ),
+        (
+            Replicas,
+            "_pool_of",
+            lambda real: lambda *_: "big",
+            "a request was sent to a pool that does not serve its model",
+        ),
+    ],
+    ids="quota level refill wait queue class shorter pool".split(),
+)
+def test_a_broken_promise_of_admission_is_found(monkeypatch, tmp_path: Path, owner, name, plant, violation):
+    if violation.endswith("was not told"):
+        monkeypatch.setattr(fair_admission, "_shorter_note", lambda *_: {})
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    assert violation in classes(tmp_path).violations
+
+
+@pytest.mark.parametrize(
+    ("rules", "violation"),
+    [
+        ({"up_cooldown_s": 0.0}, "the law added replicas of 'main' faster than step_up and up_cooldown_s"),
+        ({"step_up": 8}, "the law added replicas of 'main' faster than step_up and up_cooldown_s"),
+        ({"down_cooldown_s": 0.0}, "the law removed replicas of 'main' faster than step_down and down_cooldown_s"),
+        ({}, "the law removed replicas of 'main' while the load was not known"),
+    ],
+    ids="up step down unknown".split(),
+)
+def test_a_law_that_moves_too_fast_or_blindly_is_found(monkeypatch, rules, violation):
+    long = CHAT | {"arrivals": "poisson:3", "output": "60"}
+    people = {"chat": long, "crowd": long | {"arrivals": "poisson:20", "from_s": 20.0, "until_s": 60.0}}
+    scaling = {"pools": {"main": {"max_replicas": 8, "up_cooldown_s": 20.0, "down_cooldown_s": 30.0, "step_up": 1}}}
+    outage = {"kind": "metrics_outage", "pool": "main", "at_s": 90.0, "for_s": 60.0}
+    table = {"pools": {"main": POOL | {"slots": 6, "start_s": 10.0}}, "personas": people, "scaling": scaling}
+    table |= {"faults": [outage], "duration_s": 220.0}
+    honest = simulated(**table)
+    assert len(honest.decisions) > 4 and not honest.violations
+
+    real, nothing = law.decide, law.Load(arrived_per_s=0.0)
+
+    def decide(given, load, *rest):
+        known = load if rules or (load is not None and load.complete) else nothing
+        return real(given.model_copy(update=rules), known, *rest)
+
+    monkeypatch.setattr(fleet, "decide", decide)
+    assert violation in simulated(**table).violations
 
 
 def doubling(real, number: int):

@@ -53,6 +53,19 @@ def request(answer: int = 5, most: int = 20, continue_ids: tuple[int, ...] = ())
     return Sent(GenerationRequest(prompt, max_tokens=most, continue_ids=continue_ids))
 
 
+def test_a_replica_that_starts_takes_no_connection():
+    async def work():
+        starting = Replica("main", 1, partial(Engine, POOL, random.Random(0)), asyncio.get_running_loop().time() + 9.0)
+        channel = Channel(starting, None)
+        with pytest.raises(Unavailable):
+            await channel.model_ready("ensemble", 1.0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [message async for message in channel.generate(request(), 60.0, ())]
+        return caught.value.code()
+
+    assert ran(work) is grpc.StatusCode.UNAVAILABLE
+
+
 def test_a_call_yields_the_answers_tokens_and_ends():
     async def work():
         call = Channel(replica(), None).generate(request(), 60.0, ())

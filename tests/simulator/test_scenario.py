@@ -77,6 +77,13 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"personas": {"a": {"users": 1, "colour": "red"}}}, "personas.a.colour", "is not known: must be one of "),
         ({"pools": {"m": {"step": {"step_s": 10**400}}}}, "pools.m.step", "too large"),
         ({"gateway": {"count": 0}}, "gateway.count", "greater than or equal to 1, got 0"),
+        ({"duration_s": 1e9}, "duration_s", "must be less than or equal to 2678400, got 1000000000"),
+        ({"pools": {"a;b": POOLS["m"]}}, "pools.a;b", "must match pattern"),
+        (
+            {"personas": {"a": {"arrivals": "poisson:1", "think_s": 3.0}}},
+            "personas.a.think_s",
+            "must be left out, since users is not set",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change: dict, field: str, problem: str):
@@ -116,3 +123,15 @@ def test_acceptance_of_drafts_is_a_number_or_one_for_each_text():
         pool(step={"step_s": 0.01}, acceptance=0.7)
     with pytest.raises(InvalidArgument, match="pools.main.acceptance.0.0: must be less than or equal to 1, got 1.5"):
         pool(acceptance=1.5)
+
+
+@pytest.mark.parametrize("rows", ['{"at_s": 1, "output_tokens": 9}', '{"at_s": 1}\n{"at_s": 2, "output_tokens": 9}'])
+def test_lengths_that_every_request_of_a_trace_has_are_not_taken_from_the_persona(tmp_path, rows):
+    (tmp_path / "trace.jsonl").write_text(rows)
+    chat = {"arrivals": "trace:trace.jsonl", "input": 7, "output": 3}
+    table = WHOLE | {"personas": {"a": chat}}
+    if "\n" in rows:
+        assert of(table, folder=tmp_path).personas["a"].output.tokens == 3
+        return
+    with pytest.raises(InvalidArgument, match="personas.a.output: must be left out, since every request of the trace"):
+        of(table, folder=tmp_path)

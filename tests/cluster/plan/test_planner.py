@@ -33,6 +33,12 @@ counts = st.lists(st.integers(0, 40), min_size=24, max_size=24)
 def short(monkeypatch):
     monkeypatch.setattr(planner, "REQUESTS", 200)
     monkeypatch.setattr(planner, "ROUNDS", 4)
+    monkeypatch.setattr(planner, "DRAWN", 2000)
+    for kept in (planner._means, planner._capacity):  # what was averaged over as many requests as usual, and over these
+        kept.cache_clear()
+    yield
+    for kept in (planner._means, planner._capacity):
+        kept.cache_clear()
 
 
 def one_class(prompt, answer, requests_per_s=1.0):
@@ -184,6 +190,7 @@ def test_an_objective_that_a_request_alone_misses_is_refused_by_name():
 LONG = {"p50": 200, "p95": 800, "most": 2000}, {"p50": 100, "p95": 400, "most": 1000}
 
 
+@pytest.mark.slow  # thousands of requests: of fewer the operating point depends on which they are
 @pytest.mark.parametrize(
     ("replica", "lengths"),
     [
@@ -334,8 +341,18 @@ def test_the_highest_price_that_is_allowed_is_planned(few):
 def few(monkeypatch):
     """Simulate few requests."""
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 10)
+    monkeypatch.setattr(planner, "ROUNDS", 3)
     monkeypatch.setattr(planner, "SEARCH", 2)
+
+
+def test_a_prompt_is_read_in_a_step_of_its_own():
+    """In each step a little of it would be read while the weights are, in no time."""
+    replica = planner.kind_of(of_table(table()).pools["main"], "pools.main")
+    shares = planner._shares(replica, 4.0, 6000.0, 100.0)
+    plain_s, with_prompt_s = (replica.step.seconds(4, 4 * 6050, tokens) for tokens in (0, 6000))
+    steps_s = 24 * plain_s + with_prompt_s  # in 25 steps of four sequences 100 tokens are made, and one prompt is read
+    assert shares["prefill"] == pytest.approx((with_prompt_s - plain_s) / steps_s) and shares["prefill"] > 0.2
+    assert sum(shares.values()) == pytest.approx(1)
 
 
 def test_a_plan_holds_together(few):

@@ -25,3 +25,7 @@ def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_
     assert "above is hour 3, with the most work; hour 8: 370 requests/s (slots); hour 9: 41 requests/s (kv)" in told
     assert "one replica's" in told
     assert "missed" in text and "-3 %" in text and "replica-hours, if" in text and "a month" not in text
+
+
+def test_large_numbers_stand_apart():
+    assert report._row("replicas", [27_077_401, 5], 6).split() == ["replicas", "27077401", "5"]

@@ -61,6 +61,18 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
         (table(price={"spot_share": 2}), "pools.main.price.spot_share", "less than or equal to 1, got 2"),
         (classes(requests_per_s=[1.0] * 23), "pools.main.classes.0.requests_per_s", "24"),
         (classes(requests_per_s=[1.0] * 23 + ["many"]), "pools.main.classes.0.requests_per_s.23", "got 'many'"),
+        (classes(requests_per_user_hour=3.0), "pools.main.classes.0.requests_per_user_hour", "left out without users"),
+        (classes(seconds=3.0), "pools.main.classes.0.seconds", "must be left out without metrics"),
+        (
+            table(price={"on_demand": 2.0, "spot": 1.0}),
+            "pools.main.price.spot_share",
+            "must be set with spot, got none",
+        ),
+        (
+            table(classes=[{"name": "chat", "trace": "t.jsonl", "output": 9}]),
+            "pools.main.classes.0.output",
+            "must be left out: trace tells it",
+        ),
         (classes(users=5), "pools.main.classes.0.requests_per_s", "one of them; got ['requests_per_s', 'users']"),
         (classes(input={"p50": 9, "p95": 3}), "pools.main.classes.0.input.p95", "must be at least p50, got 3"),
         (classes(output=0), "pools.main.classes.0.output.p50", "greater than or equal to 1, got 0"),
