@@ -155,19 +155,19 @@ test: test-fast ## every test but those of test-build, also with a real tritonse
 	$(BIN)/python -m pytest -m "end_to_end or slow" -n 3 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder \
 	  tests/cluster/ray tests/end_to_end $$(grep -rlE --include='test_*.py' 'mark\.(end_to_end|slow)' tests)
 
-# One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
+# One process for each part, of about equal work: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
 FAST := -m "not end_to_end and not slow and not build_env and not simulation and not evals"
 test-fast: setup ## the tests that need no server, in three processes (some wait more than they work)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target fast-gateway fast-build fast-rest
 
 fast-gateway:
-	$(BIN)/python -m pytest $(FAST) -q tests/gateway tests/clients
+	$(BIN)/python -m pytest $(FAST) -q tests/gateway tests/clients tests/simulator
 
 fast-build:
 	$(BIN)/python -m pytest $(FAST) -q tests/build tests/python_backends
 
 fast-rest:
-	$(BIN)/python -m pytest $(FAST) -q tests $(addprefix --ignore=tests/,gateway clients build python_backends)
+	$(BIN)/python -m pytest $(FAST) -q tests $(addprefix --ignore=tests/,gateway clients simulator build python_backends end_to_end)
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"

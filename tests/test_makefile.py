@@ -40,7 +40,7 @@ def environment_folder(tmp_path_factory) -> Path:
     (folder / "bin").mkdir()
     python = folder / "bin" / "python"
     python.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"#!{sys.executable} -IS\nimport json, os, sys\n"
         f"with open({str(folder / 'calls')!r}, 'a') as file:\n"
         "    print(json.dumps([sys.argv[1:], dict(os.environ)]), file=file)\n"
     )
