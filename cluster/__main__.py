@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--orphan-s", type=float, help="seconds that a server goes on without Ray (60)")
     parser.add_argument("--cpus", type=float, help="CPUs that Ray books for a replica (0)")
     parser.add_argument("--python", help="interpreter of servers and gateway (.venv/bin/python)")
-    parser.add_argument("--scaling", help="TOML file of the scaling rules")
-    parser.add_argument("--environ", action="append", metavar="NAME=VALUE", help="variable of the servers; repeatable")
+    parser.add_argument("--scaling", type=os.path.abspath, help="TOML file of the scaling rules")
+    parser.add_argument(
+        "--environ", action="append", type=_pair, metavar="NAME=VALUE", help="variable of the servers; repeatable"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / ".triton" / "fleet", help="of its tokens and state")
     given = vars(parser.parse_args(argv))
     if importlib.util.find_spec("ray") is None:
@@ -43,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     verb, folder = given.pop("verb"), given.pop("folder").absolute()
     bounds: dict[str, Any] = {name: given.pop(name) for name in ("min", "max", "scaling") if name in given}
     if "environ" in given:
-        given["environ"] = dict(pair.partition("=")[::2] for pair in given["environ"])
+        given["environ"] = dict(given["environ"])
     try:
         if verb == "change":
             fleet.change(folder, given, bounds)
@@ -52,6 +55,13 @@ def main(argv: Sequence[str]) -> int:
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from contract.errors import InvalidArgument, TridentError
 from gateway import app, banner, command_line, sighup, workers
@@ -111,7 +113,9 @@ async def serve(service: Service) -> None:
     if link is not None:
         link.lost = stop.set
         await link.start()
-    http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port", link is not None)
+    # A worker listens when it has started: until then the others get its connections.
+    backlog = BACKLOG if link is None else None
+    http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port", backlog)
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]
     await _started(http, serving[0])
@@ -150,7 +154,9 @@ async def serve(service: Service) -> None:
 
 def _announce(settings: Settings, http_port: int, grpc_port: int, monitoring_port: int, keyless: bool) -> None:
     # Programs read the first line, people the rest.
-    print(f"http {settings.host}:{http_port} grpc {settings.host}:{grpc_port}", flush=True)
+    print(
+        "http", banner.address(settings.host, http_port), "grpc", banner.address(settings.host, grpc_port), flush=True
+    )
     addresses = (
         banner.reachable(settings.host, http_port),
         banner.reachable(settings.host, grpc_port),
@@ -212,12 +218,12 @@ async def _started(server: HttpServer, serving: asyncio.Task) -> None:
 def _hold(host: str, port: int, name: str) -> socket.socket:
     """Return a socket with a port that only this program's workers can listen at. Raises as ``listen``."""
     listen(host, port, name).close()  # fails if another program listens, which is no error with SO_REUSEPORT
-    return listen(host, port, name, shared=True, backlog=None)
+    return listen(host, port, name, None)
 
 
-def listen(host: str, port: int, name: str, shared: bool = False, backlog: int | None = BACKLOG) -> socket.socket:
-    """Return a listening socket. name: of the setting with the port. shared: other processes listen there as well.
-    backlog: None binds only. Raises InvalidArgument where that cannot be."""
+def listen(host: str, port: int, name: str, backlog: int | None = BACKLOG) -> socket.socket:
+    """Return a listening socket. name: of the setting with the port. backlog: None binds only, and lets other processes
+    listen there as well. Raises InvalidArgument where that cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if backlog is None:
@@ -225,16 +231,14 @@ def listen(host: str, port: int, name: str, shared: bool = False, backlog: int |
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((host, port))
             return held
-        return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=shared)
+        return socket.create_server((host, port), family=family, backlog=backlog)
     except OSError as exc:
         raise InvalidArgument(variable(name), f"cannot listen at {host}:{port}: {exc.strerror or exc}") from exc
 
 
 def raise_open_files(max_in_flight: int) -> None:
     """Raises the limit of open files as far as the system allows; warns if ``max_in_flight`` requests need more."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
         limit = max(soft, target)
@@ -268,6 +272,7 @@ def main() -> int:
     try:
         if arguments.run is not None:
             arguments.run(arguments)
+            sys.stdout.flush()
             return 0
         settings = Settings.from_environment(os.environ)
         configuration = Configuration(settings.config, os.environ, pools.of(settings))
@@ -281,16 +286,16 @@ def main() -> int:
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     logs.configure(settings.log_level, settings.log_format)
     for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
         _LOG.warning("%s", problem)
     raise_open_files(settings.max_in_flight)
     run_in_batches()
     collect_rarely()
-    with contextlib.suppress(ImportError):  # not on Windows
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
         return asyncio.run(serving()) or 0
     except InvalidArgument as error:

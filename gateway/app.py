@@ -71,7 +71,7 @@ def build(service: Service) -> ASGIApp:
         return described(service.model_of(request.path_params["name"], tenant))
 
     async def tokenizer_info(request: Request, tenant: Tenant) -> Any:
-        model = service.model_of(request.query_params.get("model", settings.model), tenant)
+        model = service.model_of(request.query_params.get("model", settings.triton_model), tenant)
         return (await asyncio.to_thread(model_tokenizer, model.rules.tokenizer)).info()
 
     async def schema(request: Request) -> Response:

@@ -10,7 +10,11 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 def reachable(host: str, port: int) -> str:
     """Return HOST:PORT at which a client on this machine reaches a listener on ``host``."""
-    host = _EVERYWHERE.get(host, host)
+    return address(_EVERYWHERE.get(host, host), port)
+
+
+def address(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

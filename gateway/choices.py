@@ -46,6 +46,7 @@ class Choices:
     the caller must call in any case. The permit is settled when the last generation has ended, with the usage of all.
 
     headers: of the response. A generation that moves to another target changes them.
+    charged_elsewhere: another gateway has taken the stream over, and charges all of it.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Choices:
         self._operation = context.operation
         self._trace, self._began_s = context.trace, began_s
         self._usages: list[Usage | None] = [None] * len(permit.requests)  # of those that have ended
-        self._micros = 0
+        self._paid = context.paid
+        self._micros, self.charged_elsewhere = 0, False
         self.headers: dict[str, str] = permit.headers
         self._live = len(permit.requests)
         self.generations: list[Generation] = []
@@ -92,7 +94,9 @@ class Choices:
             generation.close(error)
 
     def _total(self) -> Usage | None:
-        """Return the usage of the generations that have ended."""
+        """Return the usage of the generations that have ended, as far as it is to be charged."""
+        if self.charged_elsewhere:
+            return None
         if len(self._usages) == 1:
             return self._usages[0]
         return total(self._usages, [id(prompt_of(request)) for request in self._permit.requests])
@@ -101,10 +105,19 @@ class Choices:
         """Return what a generation that ends adds to the cost: of choices of one prompt, the first has the prompt's."""
         ended, before = self.generations[index], self._micros
         # A batch runs a line again whose generation was cut, and what came of it before is dropped.
-        self._usages[index] = ended.usage if ended.finish_reason or self._operation != BATCH else None
+        usage = ended.usage if ended.finish_reason or self._operation != BATCH else None
+        self._usages[index] = usage if self._paid is None else self._unpaid(index, usage, self._paid[index])
         if self._permit.ticket.charge.price is not None:
             self._micros = self._permit.ticket.charge.micros(self._total())
         return self._micros - before
+
+    def _unpaid(self, index: int, usage: Usage | None, paid: int | None) -> Usage | None:
+        """Return what is to be charged of a choice that another gateway began, of whose output ``paid`` tokens are."""
+        ended = self.generations[index]
+        if not ended.finish_reason:  # its own count is of what was generated here
+            output_tokens = len(ended.request.continue_ids) + ended.tokens
+            usage = Usage(self._permit.counts[index].likely, output_tokens) if output_tokens else None
+        return usage if usage is None or paid is None else Usage(0, usage.output_tokens - paid)
 
     def _ended(self, index: int) -> None:
         ended = self.generations[index]

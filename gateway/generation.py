@@ -37,7 +37,7 @@ from gateway.routing.backend_errors import from_backend
 from gateway.routing.fallback import Fallback
 from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
-from gateway.routing.upstream import Spend, Upstream, UpstreamStream
+from gateway.routing.upstream import Spend, UpstreamStream
 from gateway.samples.recorder import Recording
 from gateway.telemetry import replica_spans, request_log
 from gateway.telemetry.metrics import Metrics, error_type
@@ -86,7 +86,7 @@ class Generation:
     its replica is lost it goes on at another one of its pool, from the ids so far (docs/decisions/0023).
 
     request: what is served, perhaps with fewer ``max_tokens`` than requested.
-    target: the overflow target that serves it; "" for replicas of its own pool.
+    target: the overflow target that serves it; "" for replicas of its own pool. upstream: None if replicas serve it.
     """
 
     def __init__(
@@ -107,9 +107,8 @@ class Generation:
         self._runtime, self._permit, self._context, self._span = runtime, permit, context, span
         self._on_end, self._micros, self._turn = on_end, micros, turn
         self.request = request
-        self.target = permit.target
-        if permit.target:
-            self.target = runtime.fallback.first(permit.target, request)
+        self._aim(runtime.fallback.first(permit.target, request) if permit.target else "")
+        if self.target:
             permit.headers["x-trident-degraded"] = overflow_note(self.target)
         self.prompt_count = prompt_count
         self._tried = {self.target}  # targets
@@ -253,7 +252,7 @@ class Generation:
         request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
         end_span(self._replica_span, error)
         self._replica_span = self._route = None
-        self.target = target
+        self._aim(target)
         if target:
             fallback.degraded[Stage.OVERFLOW.value] += 1
             self._permit.headers["x-trident-degraded"] = overflow_note(target)
@@ -316,10 +315,9 @@ class Generation:
         loss = self._continuation.error
         return loss if loss is not None and isinstance(error, InvalidArgument | Unavailable | EngineFailed) else error
 
-    @property
-    def upstream(self) -> Upstream | None:
-        """The upstream that serves the request; None if replicas do."""
-        return self._runtime.fallback.overflow.upstream(self.target) if self.target else None
+    def _aim(self, target: str) -> None:
+        """Let the request go to a target, also where a later configuration has it no more."""
+        self.target, self.upstream = target, self._runtime.fallback.overflow.upstream(target)
 
     @property
     def remaining_s(self) -> float:

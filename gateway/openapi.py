@@ -8,13 +8,13 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from gateway.api import tokenization
+from gateway.api import usage as usage_api
 from gateway.api.encoder_schemas import BODIES
 from gateway.api.responses.schemas import ResponsesRequest
 from gateway.api.samples import Feedback
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.batch import openapi
 from gateway.config.settings import Settings
-from gateway.usage.report import FILTERS
 
 _ERRORS = {
     "400": "A field is invalid; `param` names it",
@@ -82,8 +82,10 @@ def document(settings: Settings) -> dict[str, Any]:
 
     model = get("application/json", "401", "403", "404", schema=any_object)
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    usage = get("application/json", "400", "401", "403", schema=any_object)
-    usage["get"]["parameters"] = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in FILTERS]
+    usage = {path: get("application/json", "400", "401", "403", schema=any_object) for path in usage_api.PARAMETERS}
+    for path, taken in usage_api.PARAMETERS.items():
+        parameters = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in taken]
+        usage[path]["get"]["parameters"] = parameters
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Trident gateway: {settings.model}", "version": "1"},
@@ -101,7 +103,7 @@ def document(settings: Settings) -> dict[str, Any]:
             "/health/ready": get("application/json", "503", schema=any_object),
             "/health/deep": get("application/json", "404", "503", schema=any_object),
             **({"/v1/feedback": post(Feedback, encoded)} if settings.samples else {}),
-            **(dict.fromkeys(("/v1/usage", "/v1/usage/requests"), usage) if settings.usage_db else {}),
+            **(usage if settings.usage_db else {}),
             **(openapi.paths(settings, errors) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},

@@ -58,11 +58,11 @@ def add(commands: Any) -> None:
     ):
         made[action] = parser = actions.add_parser(action, help=summary, description=summary)
         parser.set_defaults(run=run, action=action)
-        parser.add_argument("--config", type=Path, help=f"the configuration file; else {variable('config')}")
         parser.add_argument(
             "--gateway", action="append", metavar="URL", help="ask this gateway in place of the file; status: several"
         )
         if action != "status":
+            parser.add_argument("--config", type=Path, help=f"the configuration file; else {variable('config')}")
             parser.add_argument("name", help="of the release")
     start, shown = made["start"], made["status"]
     start.add_argument("--kind", choices=("canary", "blue_green", "shadow"), help="canary by default")

@@ -15,6 +15,7 @@ from gateway.telemetry.pool_outcomes import Outcomes, PoolOutcomes
 
 _LOG = logging.getLogger(__name__)
 PERIOD_S = 1.0
+_JUDGED = ("started", "stable", "candidate")  # what changes these begins anew
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Releases:
     """Judges the candidates once a second and rolls back the bad ones.
 
     outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here.
+    stopped: by release, the start that was rolled back in this gateway, and why.
     tell: publishes the outcomes to the other workers of the gateway. ready_in: returns the ready replicas of a pool.
     """
 
@@ -41,8 +43,7 @@ class Releases:
     ) -> None:
         self._outcomes, self._rolled_back, self._tell, self._ready_in = outcomes, rolled_back, tell, ready_in
         self._rules: Mapping[str, ReleaseRules] = {}
-        # By release: the start that was rolled back here, and why. It holds where the file cannot be written, too.
-        self._stopped: dict[str, tuple[datetime | None, str]] = {}
+        self.stopped: dict[str, tuple[datetime | None, str]] = {}
         self._watched: dict[str, _Watched] = {}
         self._checked_s = 0.0
 
@@ -50,19 +51,20 @@ class Releases:
         """Take over the rules of the file. A release that was rolled back here stays so until it is started again."""
         for name, new in rules.items():
             known = self._rules.get(name)
-            if known is None or known.started != new.started:  # a new start is judged afresh
+            if known is None or any(getattr(known, field) != getattr(new, field) for field in _JUDGED):
                 self._outcomes.forget(new.candidate)
+                same = known is not None and known.stable == new.stable
+                self._watched[name] = _Watched(self._watched[name].baseline) if same else _Watched()
         self._rules = rules
-        self._stopped = {
-            name: stop for name, stop in self._stopped.items() if name in rules and rules[name].started == stop[0]
+        self.stopped = {
+            name: stop for name, stop in self.stopped.items() if name in rules and rules[name].started == stop[0]
         }
-        self._watched = {name: self._watched.get(name, _Watched()) for name in rules}
 
     @property
     def current(self) -> dict[str, ReleaseRules]:
         """The releases as they hold now."""
         return {
-            name: rules.model_copy(update={"rolled_back": self._stopped[name][1]}) if name in self._stopped else rules
+            name: rules.model_copy(update={"rolled_back": self.stopped[name][1]}) if name in self.stopped else rules
             for name, rules in self._rules.items()
         }
 
@@ -71,7 +73,7 @@ class Releases:
         rules = self.current.get(name)
         if rules is None or rules.rolled_back:
             return None
-        self._stopped[name] = (rules.started, reason)
+        self.stopped[name] = (rules.started, reason)
         return rules
 
     def roll_back(self, name: str, reason: str) -> None:

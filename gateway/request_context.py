@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class RequestContext:
     notes: what became of its prompt, by name (``prompt``, ``context``, …): headers of the response (x-trident-NAME),
         attributes of its span (trident.NAME) and fields of its log line.
     trace: the telemetry.content.ResponseTrace of its response; None without tracing.
+    paid: of a stream that another gateway began: for each choice, the tokens of its output that are charged, along with
+        its prompt; None for a choice of which nothing is.
     """
 
     tenant: Tenant
@@ -42,6 +44,7 @@ class RequestContext:
     user: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     trace: Any = None
+    paid: Sequence[int | None] | None = None
 
     def charge(self, source: str = "engine") -> Charge:
         """Return what it is charged by. source: ``engine``, or where its answer is reused from."""

@@ -11,8 +11,9 @@ import logging
 import random
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from opentelemetry.trace import Span
@@ -50,6 +51,7 @@ from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
+from gateway.routing.registrations import Entry
 from gateway.routing.replicas import Replicas
 from gateway.routing.shadow import Shadow
 from gateway.routing.succession import Succession
@@ -66,6 +68,7 @@ from gateway.watchdog import Watchdog
 
 # A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
 SETTLING_S = 60.0
+CATCH_UP_S = 1.0  # until another worker tells what it knows, and as long for the first probe of a replica
 _LOG = logging.getLogger(__name__)
 
 
@@ -177,6 +180,8 @@ class Service:
             self.shared_state.start()
         self.replicas.on_open = self._opened
         await self.replicas.start()
+        if self.link is not None:
+            await self._catch_up(self.link)
         self.watchdog.add(self.replica_seconds)
         self.watchdog.add(self.replicas.registrations)
         self.watchdog.add(self.admission)
@@ -185,6 +190,26 @@ class Service:
         self._run(self.configuration.watch())
         if self.prompts is not None:
             self._run(self.prompts.watch())
+
+    async def _catch_up(self, link: HubLink) -> None:
+        """Hear from the other workers what they were told, which a worker that was started again has missed."""
+        registrations, heard = self.replicas.registrations, asyncio.Event()
+
+        def known(registered: dict[str, Entry], rolled_back: dict[str, tuple[datetime | None, str]]) -> None:
+            registrations.learn(registered)
+            self.releases.stopped |= rolled_back
+            self.releases.change(self.configuration.policy.releases)
+            self._release()
+            heard.set()
+
+        if link.fullness:  # of pools that other workers have reported
+            link.topics["known"] = known
+            link.publish("began")
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(heard.wait(), CATCH_UP_S)
+            await asyncio.gather(*(self.replicas.joined(pool, CATCH_UP_S) for pool in self.replicas.pools))
+            del link.topics["known"]
+        link.topics["began"] = lambda: link.publish("known", registrations.known(), self.releases.stopped)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``work`` until its end, or until the service closes."""
@@ -329,11 +354,10 @@ class Service:
     def serving_pools(self) -> list[str]:
         """Return the pools that callers are sent to: public ones, and those of tenants and models."""
         pinned = self.configuration.pinned_pools().union(*self.models.pools.values())
-        public = self.replicas.public()
         pinned |= self.replicas.encoders | {
             rule.candidate for rule in self.releases.current.values() if rule.served_share
         }
-        return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
+        return [pool for pool in self.replicas.pools if pool in self.replicas.public or pool in pinned]
 
     async def tenant(self, headers: Mapping[str, str]) -> Tenant:
         """Return the tenant of a request; see Authentication."""
@@ -423,14 +447,18 @@ class Service:
                 self.samples.refused(requests, context, exc, began_s)
             raise
 
-    def charge_for_other(self, reservation: Reservation | None, usage: Usage, context: RequestContext) -> None:
+    async def charge_for_other(
+        self, reservation: Reservation | None, usage: Usage | None, context: RequestContext
+    ) -> None:
         """Charge what a gateway that is gone used of a request, and settle its reservation."""
-        charge = context.charge()
+        charge, cost = context.charge(), context.charge().micros(usage)
+        if usage is not None:
+            self.metrics.used(context.tenant.name, usage, model=context.model.name, cost=cost / 1e6)
+            if self.admission.on_charged is not None:
+                self.admission.on_charged(charge.record(time.time(), context.tenant.levels, usage))
         if reservation is not None and isinstance(self.budgets, RedisStore):
-            tokens = usage.input_tokens + usage.output_tokens
-            self.budgets.settle_for_other(reservation, tokens, charge.micros(usage))
-        if usage.output_tokens and self.admission.on_charged is not None:
-            self.admission.on_charged(charge.record(time.time(), context.tenant.levels, usage))
+            tokens = usage.input_tokens + usage.output_tokens if usage is not None else 0
+            await self.budgets.settle_for_other(reservation, tokens, cost)
 
     def context_headers(self, context: RequestContext) -> dict[str, str]:
         """Return the response headers: the model, where there is a table of models, the class, the notes."""

@@ -112,8 +112,8 @@ def _sum(pages: Iterable[_Page]) -> _Page:
 def _together(name: str, one: float, other: float) -> float:
     if name == _PER_TOKEN:  # the same cost by the tokens of each
         return 1 / (1 / one + 1 / other) if one and other else one or other
-    if name.startswith(_SAME) and not name.startswith(_EACH):
-        return max(one, other)
     if name.endswith("_created"):
         return min(one, other)
+    if name.startswith(_SAME) and not name.startswith(_EACH):
+        return max(one, other)
     return one + other

@@ -75,6 +75,6 @@ async def start(scaler: Scaler, host: str, port: int) -> tuple[grpc.aio.Server, 
         request, answer = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
         handlers[method.name] = handler(getattr(calls, method.name), request.FromString, answer.SerializeToString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
-    bound = server.add_insecure_port(f"{host}:{port}")
+    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     await server.start()
     return server, bound

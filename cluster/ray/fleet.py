@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.ray.application import APPLICATION, ROOT, ServerArguments, checked, configuration, engine_of, folder_of
+from cluster.scaling import rules
 from contract.errors import InvalidArgument, Unavailable
 
 NAMESPACE = "trident"
 WATCH_S = 0.5
 GONE_S = 10.0  # without an answer of Serve until Ray is taken to have died; its controller restarts in 2 s
 NEVER_SERVED = 3  # exit code
-HTTP_PORT = 9000  # of the gateway, where the environment sets none
-MONITORING_OFFSET = 2
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing is stored there
 
 
@@ -51,9 +51,15 @@ class Fleet:
     scaling: str = ""
 
     def check(self) -> None:
-        """Raise InvalidArgument or NotFound for what no replica could start with."""
-        engine_of(checked(self.arguments))
-        if not 0 <= self.min <= self.max or not self.max:
+        """Raise InvalidArgument or NotFound for what no replica could start with, and for wrong rules."""
+        server = checked(self.arguments)
+        engine_of(server)
+        rules.read(self.scaling)
+        if shutil.which(server.python) is None:
+            raise InvalidArgument("python", f"must be an interpreter that can be run, got {server.python!r}")
+        if self.max < 1:
+            raise InvalidArgument("max", f"must be at least 1, got {self.max}")
+        if not 0 <= self.min <= self.max:
             raise InvalidArgument("min", f"must be at least 0 and at most max, {self.max}, got {self.min}")
 
     def deploy(self) -> None:
@@ -204,15 +210,12 @@ def _token(path: Path) -> Path:
 @contextlib.contextmanager
 def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.Popen, str, str]]:
     """Run the gateway; yield its process, the address of its HTTP endpoint and the URL of its metrics."""
-    port = int(os.environ.get("TRIDENT_GATEWAY_HTTP_PORT") or HTTP_PORT)
-    monitoring = int(os.environ.get("TRIDENT_GATEWAY_MONITORING_PORT") or port + MONITORING_OFFSET)
     environment = {
         "TRIDENT_GATEWAY_MODEL": server.engine,
         "TRIDENT_TOKENIZER": str(folder_of(server) / "tokenizer.json"),
         **os.environ,
         "TRIDENT_GATEWAY_REPLICAS": "registered",
         "TRIDENT_GATEWAY_ADMIN_TOKEN_FILE": str(token),
-        "TRIDENT_GATEWAY_MONITORING_PORT": str(monitoring),
     }
     prctl = ctypes.CDLL(None).prctl
     process = subprocess.Popen(
@@ -229,8 +232,9 @@ def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.
         words = process.stdout.readline().split()
         if words[:1] != ["http"]:
             raise Unavailable("the gateway did not start; see above")
+        metrics = next(line.split()[1] for line in process.stdout if line.split()[:1] == ["metrics"])
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        yield process, words[1], f"http://127.0.0.1:{monitoring}/metrics"
+        yield process, words[1], metrics
     finally:
         process.terminate()
         process.wait()
@@ -300,7 +304,8 @@ def _by_serve() -> tuple[str, bool]:
 def registered(http: str, token: str) -> dict[str, str]:
     """Return what every replica does, by its address: serves, or its state; nothing while no gateway answers."""
     request = urllib.request.Request(f"http://{http}/admin/replicas", headers={"authorization": f"Bearer {token}"})
-    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=2) as answer:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would get the token
+    with contextlib.suppress(OSError, ValueError), direct.open(request, timeout=2) as answer:
         entries = json.load(answer)["replicas"]
         return {entry["address"]: "serves" if entry["in_use"] else entry["state"] for entry in entries}
     return {}

@@ -80,6 +80,7 @@ class Reader:
         self.report: Report | None = None
         self._pages: dict[str, _Page] = {}
         self._resolved: dict[str, list[str]] = {}
+        self._unresolved: set[str] = set()  # names that the latest reading could not resolve
 
     async def watch(self, after: Callable[[], None], interval_s: float) -> None:
         """Read the pages again and again, call ``after`` each time, and send the report."""
@@ -101,8 +102,11 @@ class Reader:
     async def _resolve(self, gateway: str) -> None:
         try:
             self._resolved[gateway] = [f"http://{address}/metrics" for address in await addresses(gateway)]
+            self._unresolved.discard(gateway)
         except (OSError, UnicodeError) as exc:  # those that were known stay
-            _LOG.warning("%s does not resolve: %s", gateway, exc)
+            if gateway not in self._unresolved:
+                _LOG.warning("%s does not resolve: %s", gateway, exc)
+            self._unresolved.add(gateway)
 
     async def _read(self, http: aiohttp.ClientSession, url: str, page: _Page) -> None:
         try:
@@ -181,7 +185,7 @@ def _checked(url: str) -> str:
             host, _, port = f"{parts.netloc}{parts.path}".strip("/").rpartition(":")
             if host and "/" not in host and 0 < int(port) < 65536:
                 return url
-        elif parts.scheme in ("http", "https") and parts.hostname and parts.port is not False:
+        elif parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
     except ValueError:
         pass

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from contract import failpoint
@@ -33,6 +33,7 @@ LEASE_S = 900.0
 _PURGE_EVERY = 1024  # reservations between two removals of idle buckets
 _SETTLE_ATTEMPTS = 5  # while the gateway stops; else until the lease ends
 _LONGEST_PAUSE_S = 2.0
+_CONNECTIONS = 32
 _AWAY_S = 2.0  # after a call that was not answered, in which no reservation is tried; then one is
 _log = logging.getLogger(__name__)
 
@@ -223,17 +224,16 @@ return answer
 """
 
 
-def connect(url: str, connections: int = 32, timeout_s: float = 2.0, **options: Any) -> Redis:
-    """Return a client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond
-    ``connections`` wait for one instead of opening their own."""
+def connect(url: str, timeout_s: float = 2.0) -> Redis:
+    """Return a client that repeats no call: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond
+    _CONNECTIONS wait for one instead of opening their own."""
     from redis.asyncio import BlockingConnectionPool, Redis
     from redis.maint_notifications import MaintNotificationsConfig
 
-    # With these notifications, of Redis Enterprise, the pool gives out connections that the server has closed.
-    options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
     limits = {"timeout": 2.5 * timeout_s, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    pool = BlockingConnectionPool.from_url(url, max_connections=connections, **limits, **options)
-    return Redis.from_pool(pool)
+    # With these notifications, of Redis Enterprise, the pool gives out connections that the server has closed.
+    none = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
+    return Redis.from_pool(BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, **limits, **none))
 
 
 class RedisStore:
@@ -248,13 +248,11 @@ class RedisStore:
         redis: Redis,
         clock: Callable[[], float] | None = None,
         lease_s: float = LEASE_S,
-        prefix: str = "trident",
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._run = redis.register_script(_SCRIPT)
         self._clock, self._wall = clock, wall
         self._lease_s = lease_s
-        self._prefix = prefix
         self._writing: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._away_until_s = 0.0  # 0: the latest call was answered
@@ -300,19 +298,20 @@ class RedisStore:
             self._unsettled.remove(reservation.id)
             self._in_background(self._settle(reservation, used, micros))
 
-    def settle_for_other(self, reservation: Reservation, used: int, micros: int = 0) -> None:
-        """Settle the reservation of a gateway that is gone."""
-        self._in_background(self._settle(reservation, used, micros))
+    async def settle_for_other(self, reservation: Reservation, used: int, micros: int) -> None:
+        """Settle the reservation of a gateway that is gone; return when it is written, or Redis is away."""
+        await asyncio.wait((self._in_background(self._settle(reservation, used, micros)),), timeout=_AWAY_S)
 
     async def aclose(self) -> None:
         self._stopping.set()
         while self._writing:
             await asyncio.gather(*self._writing, return_exceptions=True)
 
-    def _in_background(self, work) -> None:
-        task = asyncio.ensure_future(work)
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
+        return task
 
     async def _undo(self, call: asyncio.Future, pending: Reservation) -> None:
         await asyncio.wait((call,))  # settling a reservation that was not made does nothing
@@ -359,7 +358,7 @@ class RedisStore:
     def _keys(self, bucket: str, level: str) -> tuple[str, str]:
         # The organisation in braces: a cluster then keeps all levels of one on one node, where one script sees them.
         organisation = level.partition(" ")[0].partition("/")[0]
-        name = f"{self._prefix}:{{{organisation}}}:{bucket}"
+        name = f"trident:{{{organisation}}}:{bucket}"
         return name, f"{name}:leases"
 
 

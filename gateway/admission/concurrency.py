@@ -71,7 +71,6 @@ class Concurrency:
         return self._of_pool.get(pool, 0) / max(1, self._most(pool))
 
     async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
-        """See ``try_acquire``."""
         return self.try_acquire(levels, priority, requests, pool)
 
     def try_acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:

@@ -56,9 +56,6 @@ class _Pool:
             self.most.append(self.slots.running)
         self.slots.dispatch()
 
-    def state(self, fullness: float) -> dict[str, Any]:
-        return self.slots.state() | {"fullness": fullness}
-
 
 class _HubClaim(Claim):
     """Tells the worker of every slot, and of the error that ends the wait."""
@@ -221,7 +218,7 @@ class Hub:
             for name, pool in self._pools.items():
                 if pool.slots.waiting:
                     pool.slots.dispatch()
-                state[name] = pool.state(self.caps.fullness(name))
+                state[name] = pool.slots.state() | {"fullness": self.caps.fullness(name)}
             if state != self._told:
                 self._told = state
                 for worker in self.workers.values():

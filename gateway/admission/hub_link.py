@@ -108,11 +108,12 @@ class HubLink:
 
     def on_given(self, number: int) -> None:
         if number in self.claims:
-            self.claims[number].given_one()
+            self.claims[number]._given(False)
 
     def on_failed(self, number: int, error: Overloaded | DeadlineExceeded) -> None:
         if number in self.claims:
-            self.claims[number].refused(error)
+            claim = self.claims[number]
+            claim.fail(claim.pool._refused(error))
 
     def on_published(self, topic: str, *message: Any) -> None:
         if topic in self.topics:  # else this worker still starts
@@ -231,9 +232,3 @@ class _SharedClaim(Claim):
             self._closed = True
             self.pool.link.claims.pop(self.number, None)
             self.pool.link.frames.send("close", self.number, used_tokens)
-
-    def given_one(self) -> None:
-        self._given(False)
-
-    def refused(self, error: Overloaded | DeadlineExceeded) -> None:
-        self.fail(self.pool._refused(error))

@@ -152,7 +152,8 @@ class PoolSlots:
         """Give free slots to waiting entries, fail the expired ones, and schedule the next deadline."""
         now_s, queue = self._clock(), self.queue
         for entry in queue.expire(now_s):
-            self._expire(entry)
+            error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
+            entry.work.fail(self._refused(error))
         if len(queue):
             limits = self._limits()
             while self._length_allowed(limits) >= queue.shortest_tokens():
@@ -264,10 +265,6 @@ class PoolSlots:
             self._saturated_s += now_s - self._checked_s
         self._checked_s = now_s
         self._saturated = len(self.queue) > 0 or self._full()
-
-    def _expire(self, entry: Entry) -> None:
-        error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
-        entry.work.fail(self._refused(error))
 
 
 @dataclass(eq=False)

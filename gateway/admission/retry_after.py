@@ -6,6 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
+UNKNOWN_S, LEAST_S, JITTER = 1.0, 0.1, 0.25
+
 
 @dataclass(eq=False)
 class DrainRate:
@@ -38,20 +40,11 @@ class DrainRate:
             self._at_s = now_s
 
 
-def retry_after_s(
-    backlog_tokens: float,
-    tokens_per_s: float,
-    rng: random.Random,
-    *,
-    unknown_s: float = 1.0,
-    least_s: float = 0.1,
-    most_s: float = 60.0,
-    jitter: float = 0.25,
-) -> float:
-    """Return the seconds until the backlog is processed, within [least_s, most_s], and up to ``jitter`` of it more,
-    so that callers that were refused together do not retry together. ``unknown_s`` while nothing was measured."""
-    wait_s = backlog_tokens / tokens_per_s if tokens_per_s > 0 else unknown_s
-    return min(max(wait_s, least_s), most_s) * (1.0 + jitter * rng.random())
+def retry_after_s(backlog_tokens: float, tokens_per_s: float, rng: random.Random, most_s: float = 60.0) -> float:
+    """Return the seconds until the backlog is processed, from LEAST_S to ``most_s``, and up to JITTER of it more, so
+    that callers that were refused together do not retry together. UNKNOWN_S while nothing was measured."""
+    wait_s = backlog_tokens / tokens_per_s if tokens_per_s > 0 else UNKNOWN_S
+    return min(max(wait_s, LEAST_S), most_s) * (1.0 + JITTER * rng.random())
 
 
 def headers(wait_s: float) -> dict[str, str]:

@@ -75,10 +75,7 @@ class SharedState:
     """
 
     def __init__(self, url: str) -> None:
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-
-        self.redis = connect(url, timeout_s=TIMEOUT_S, retry=Retry(NoBackoff(), 0))
+        self.redis = connect(url, TIMEOUT_S)
         self.gateway, self.gateways = secrets.token_hex(8), 1
         self.suspect: Callable[[str], None] = lambda url: None
         self._script = self.redis.register_script(_SCRIPT)

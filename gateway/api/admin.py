@@ -82,7 +82,7 @@ def routes(service: Service) -> list[Route]:
         if registration.pool not in pools:
             known = ", ".join(pool or "''" for pool in pools)
             raise InvalidArgument("pool", f"must be one of {known}, got {registration.pool!r}")
-        if name not in {entry["name"] for entry in registrations.entries()}:  # not each beat
+        if name not in {known for known, *_ in registrations.known().values()}:  # not each beat
             note(request, "replica.register", name, after={"address": registration.address, "pool": registration.pool})
         if registration.state == "draining":
             await service.succession.wait(registration.pool, registration.address)

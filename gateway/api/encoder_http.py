@@ -48,10 +48,12 @@ class EncoderEndpoint(OpenAIEndpoint):
             encoded = await self._service.encoding.admitted(body.rows(), pool, context, timeout_s)
         except InvalidArgument as exc:
             raise _for_body(exc, body) from exc
+        body.model = model.name
         fields = answer(body, encoded, request_id)
+        told = {**encoded.headers, **self._service.context_headers(context)}
         await response.respond(
             200,
-            [*openai_http.response_headers(request_id, encoded.headers), openai_http.JSON],
+            [*openai_http.response_headers(request_id, told), openai_http.JSON],
             orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY),
         )
 

@@ -32,6 +32,7 @@ _OPENAI = {
     401: ("invalid_request_error", "invalid_api_key"),
     403: ("permission_error", "permission_denied"),
     404: ("invalid_request_error", "not_found"),
+    413: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     499: ("cancelled", "cancelled"),
     503: ("server_error", "unavailable"),

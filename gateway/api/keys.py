@@ -47,7 +47,8 @@ async def create(keys: StoredKeys, principal: Principal, new: NewKey) -> dict[st
 
 async def change(keys: StoredKeys, principal: Principal, target: str, change: KeyChange) -> dict[str, Any]:
     """Rotate the key of a name, or revoke that of a name or an id. Raises: PermissionDenied, NotFound."""
-    found = [key for key in await listed(keys, principal) if target in (key["id"], key["name"])]
+    by = ("name",) if change.action == "rotate" else ("name", "id")  # the name's latest key may have a higher role
+    found = [key for key in await listed(keys, principal) if target in map(key.get, by)]
     if not found:
         raise NotFound(f"there is no key {target:.200} that this caller manages")
     for key in found:

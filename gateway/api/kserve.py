@@ -292,7 +292,7 @@ class KServeEndpoint(GrpcEndpoint):
             await writer.send_metadata(choices.headers)
             if generation.request.max_tokens != generation_request.max_tokens:
                 set_max_tokens(request, generation.request.max_tokens)
-            hidden = request_counts(request)
+            hidden = _also(request, COUNTS)  # usage and finish reason
             if service.tracing.on:
                 hidden |= request_timings(request)
             if hooks is not None and hooks.filters:
@@ -470,11 +470,6 @@ def named(model: str, adapter: str) -> str:
     if adapter and ":" in model:
         raise InvalidArgument("lora_name", "must be left out beside a model with an adapter in its name")
     return f"{model}:{adapter}" if adapter else model
-
-
-def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
-    """Add the outputs that tell usage and finish reason, if the request names its outputs. Returns the added ones."""
-    return _also(request, COUNTS)
 
 
 def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:

@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from clients.wire.connection import new_request_id
@@ -117,22 +119,11 @@ class OpenAIEndpoint:
         timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
-        service = self._service
-        with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
-            context = changed(context, trace=trace)
-            requests, context, rules = await _routed(service, body, context, timeout_s, hooks)
-            async with _admitted(body, requests, context, self._reuse.open) as stream:
-                vocabulary = _vocabulary(self._service, context, self._vocabulary)
-                # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
-                headers = partial(response_headers, request_id, stream.headers)
-                if rules is not None:
-                    cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
-                    replayed = tuple(map(cutters.cut, stream.replayed))
-                    stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
-                if hooks is not None or trace is not None:
-                    replayed = tuple([await _shown(item, hooks, trace) for item in stream.replayed])
-                    stream = replace(stream, deltas=_all_shown(stream.deltas, hooks, trace), replayed=replayed)
-                await self._respond(response, body, stream, vocabulary, headers, context)
+        opening = _opened(self._service, body, context, timeout_s, self._vocabulary, self._reuse.open)
+        async with opening as (stream, vocabulary, context):
+            # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
+            headers = partial(response_headers, request_id, stream.headers)
+            await self._respond(response, body, stream, vocabulary, headers, context)
 
     async def _read(self, data: bytes, tenant: Tenant) -> Body:
         """Return the body in ``data``. Raises: InvalidArgument."""
@@ -188,41 +179,24 @@ class OpenAIEndpoint:
 
 
 async def complete(
-    service: Service,
-    formatter_type: FormatterType,
-    vocabulary: Vocabulary,
-    context: RequestContext,
-    data: bytes,
-    timeout_s: float | None = None,
+    service: Service, vocabulary: Vocabulary, formatter_type: FormatterType, context: RequestContext, data: bytes
 ) -> dict[str, Any]:
     """Return an endpoint's complete response to one JSON body, for requests that do not come over HTTP.
 
-    timeout_s: None for the gateway's own limit.
     Raises: the TridentError that would have been the status; InvalidArgument for a body with ``stream``.
     """
     body: Body = schemas.parse(formatter_type.schema, data, service.settings)
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
-    max_s = service.settings.request_timeout_s
-    with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
-        context = replace(context, trace=trace)
-        requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s), hooks)
-        vocabulary = _vocabulary(service, context, vocabulary)
-        formatter = formatter_type(body, context.request_id, int(time.time()), vocabulary)
-        async with _admitted(body, requests, context, service.choices) as choices:
-            deltas: ChoiceDeltas = aiter(choices)
-            if rules is not None:
-                deltas = CutDeltas(deltas, ChoiceCutters(rules, vocabulary, context.request_id))
-            if hooks is not None or trace is not None:
-                deltas = _all_shown(deltas, hooks, trace)
-            return await _collect(formatter, deltas, body, context.request_id)
 
+    async def generated(requests: Sequence[GenerationRequest], context: RequestContext) -> ResponseDeltas:
+        choices = await service.choices(requests, context)
+        return ResponseDeltas(aiter(choices), choices.headers, choices.close, context.request_id, int(time.time()))
 
-class _Closable(Protocol):
-    def close(self, error: BaseException | None) -> None: ...
-
-
-_Deltas = TypeVar("_Deltas", bound=_Closable)
+    opening = _opened(service, body, context, service.settings.request_timeout_s, vocabulary, generated)
+    async with opening as (stream, vocabulary, context):
+        formatter = formatter_type(body, stream.request_id, stream.created_s, vocabulary)
+        return await _collect(formatter, stream.deltas, body, context.request_id)
 
 
 async def _routed(
@@ -278,42 +252,56 @@ async def _shown(item: ChoiceDelta, hooks: RequestHooks | None, trace: ResponseT
     return item
 
 
-def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:
-    """Return the vocabulary of the request's model."""
-    return vocabulary_of(context.model.rules.tokenizer) if service.models.configured else default
-
-
 @contextlib.asynccontextmanager
-async def _admitted(
+async def _opened(
+    service: Service,
     body: Body,
-    requests: Sequence[GenerationRequest],
     context: RequestContext,
-    open_: Callable[[Sequence[GenerationRequest], RequestContext], Awaitable[_Deltas]],
-) -> AsyncIterator[_Deltas]:
+    timeout_s: float,
+    vocabulary: Vocabulary,
+    open_: Callable[[Sequence[GenerationRequest], RequestContext], Awaitable[ResponseDeltas]],
+) -> AsyncIterator[tuple[ResponseDeltas, Vocabulary, RequestContext]]:
     """Admit all choices of a request, or raise; close them on exit.
 
-    open_: ``ResponseReuse.open`` or ``Service.choices``.
+    vocabulary: of a gateway without a table of models. open_: as ``ResponseReuse.open``.
+    Returns the response as the caller gets it, the vocabulary of its model, and the context with that.
     """
-    try:
-        deltas = await open_(requests, context)
-        error: BaseException | None = None
+    with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
+        context = changed(context, trace=trace)
+        requests, context, rules = await _routed(service, body, context, timeout_s, hooks)
+        if service.models.configured:
+            vocabulary = vocabulary_of(context.model.rules.tokenizer)
         try:
-            yield deltas
-        except BaseException as exc:
-            error = exc
-            raise
-        finally:
-            deltas.close(error)
-    except InvalidArgument as exc:
-        if exc.field.startswith("guided_decoding_guide"):
-            guide = requests[0].guide if requests[0].tools is not None else None
-            if guide is not None and isinstance(body, ChatRequest):
-                raise body.tools_error(exc, guide) from exc
-            raise body.guide_error(exc) from exc
-        name = _openai_name(exc.field, body)
-        if name == exc.field:
-            raise
-        raise type(exc)(name, exc.problem) from exc
+            stream = await open_(requests, context)
+            error: BaseException | None = None
+            try:
+                if rules is not None:
+                    cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
+                    replayed = tuple(map(cutters.cut, stream.replayed))
+                    stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
+                if hooks is not None or trace is not None:
+                    replayed = tuple([await _shown(item, hooks, trace) for item in stream.replayed])
+                    stream = replace(stream, deltas=_all_shown(stream.deltas, hooks, trace), replayed=replayed)
+                yield stream, vocabulary, context
+            except BaseException as exc:
+                error = exc
+                raise
+            finally:
+                stream.close(error)
+        except InvalidArgument as exc:
+            if (shown := _for_body(exc, body, requests[0])) is exc:
+                raise
+            raise shown from exc
+
+
+def _for_body(error: InvalidArgument, body: Body, request: GenerationRequest) -> InvalidArgument:
+    """Return an error about a request with the field of its body."""
+    if error.field.startswith("guided_decoding_guide"):
+        if request.tools is not None and request.guide is not None and isinstance(body, ChatRequest):
+            return body.tools_error(error, request.guide)
+        return body.guide_error(error)
+    name = _openai_name(error.field, body)
+    return error if name == error.field else type(error)(name, error.problem)
 
 
 def _openai_name(field: str, body: Body) -> str:
@@ -333,6 +321,32 @@ async def _collect(
 ) -> dict[str, Any]:
     completions = await together(deltas, request_id)
     return formatter.response(completions, usage_fields([completion.usage for completion in completions], body.choices))
+
+
+def counted_route(
+    service: Service, operation: str, path: str, **handlers: Callable[[Request, Tenant], Awaitable[Any]]
+) -> Route:
+    """Return the route of a path, whose responses are counted and have the request's id.
+
+    handlers: by HTTP method; what they return is sent, as JSON if it is no response.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        handler = handlers["GET" if request.method == "HEAD" else request.method]
+        try:
+            found = await handler(request, await service.tenant(request.headers))
+            response = (
+                found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
+            )
+        except TridentError as error:
+            response = error_responses.response(*error_responses.http(error))
+            if not await request_body.drained(request):
+                response.headers["connection"] = "close"
+        response.headers["x-request-id"] = _printable(request.headers.get("x-request-id") or new_request_id())
+        service.metrics.requests.labels("http", operation, response.status_code).inc()
+        return response
+
+    return Route(path, endpoint, methods=list(handlers))
 
 
 def check_request_id(request_id: str) -> None:

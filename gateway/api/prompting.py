@@ -14,8 +14,10 @@ from clients.wire.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.admission.prompt_tokens import texts_of
+from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.strict_model import LevelLimit, StrictModel
-from gateway.choices import together
+from gateway.api.vocabulary import vocabulary_of
+from gateway.choices import ChoiceDeltas, together
 from gateway.config.context import ContextRules
 from gateway.config.settings import variable
 from gateway.prompts import long_chat
@@ -25,6 +27,8 @@ from gateway.prompts.registry import Registry
 from gateway.prompts.template import Rendered, over_budget
 from gateway.request_context import RequestContext
 from gateway.service import Service
+from gateway.tools import chat_format
+from gateway.tools.cutter import CutterRules
 
 _SUMMARY_TEXT = 24  # tokens around a summary in the system message, on the high side
 _SUMMARY_ID = "-summary"
@@ -178,8 +182,13 @@ async def _summary(
             raise PromptTooLong("messages", "must fit the model that summarises them")
         dropped = newest[0]
     choices = await service.choices([request_of(dropped)], inner)
+    deltas: ChoiceDeltas = aiter(choices)
+    form = chat_format.configured(service.settings, inner.model.rules)
+    if form.reasoning != chat_format.NONE:  # what the model thought is no part of the summary
+        cutters = ChoiceCutters(CutterRules(form, reasoning=True), vocabulary_of(tokenizer), inner.request_id)
+        deltas = CutDeltas(deltas, cutters)
     try:
-        [completion] = await together(aiter(choices), inner.request_id)
+        [completion] = await together(deltas, inner.request_id)
     finally:
         choices.close()
     return completion.text, completion.usage.output_tokens if completion.usage else 0

@@ -11,6 +11,7 @@ from starlette.types import Receive
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overloaded
 from gateway.admission.body_budget import BodyBudget, Lease
 
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
 LINGER_S = 2.0  # how long the rest of a rejected body is discarded
 
 
@@ -65,6 +66,28 @@ async def read_small(request: Request, max_bytes: int, timeout_s: float) -> byte
         raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
     except ClientDisconnect:
         raise Cancelled("the client disconnected") from None
+
+
+async def drained(request: Request) -> bool:
+    """Read the rest of a rejected request's body, so that its client gets the response.
+
+    Returns False if there was more than ``MAX_UNREAD_BYTES`` or it took too long; the connection must then be closed.
+    """
+
+    async def read() -> bool:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_UNREAD_BYTES:
+                return False
+        return True
+
+    try:
+        return await asyncio.wait_for(read(), 1.0)
+    except (ClientDisconnect, asyncio.TimeoutError):
+        return False
+    except RuntimeError:  # starlette raises it for a body that was read to its end
+        return True
 
 
 async def discard(receive: Receive) -> None:

@@ -343,6 +343,7 @@ class ChatRequest(_Sampling):
             guided=guided and not form.special,
             reasoning=form.reasoning != chat_format.NONE,
             drops_special=bool(self._tools) and form.special and self.skip_special_tokens is not False,
+            begun=requests[0].continue_ids,
         )
         if held is not requests[0].guide or rules.drops_special:
             shown = requests[0].skip_special_tokens and not rules.drops_special

@@ -29,8 +29,12 @@ MAX_BYTES = 1024 * 1024  # of a text, or of a chat as JSON
 MAX_IDS = 256 * 1024
 _AT_ONCE = 2  # texts and ids in work; more wait
 
+_OF_CHATS = ("messages", "tools", "chat_template_kwargs")  # left out with a prompt
 _ONE_PROMPT: list[Any] = [
-    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+    {
+        "required": ["prompt"],
+        "properties": {"prompt": {"type": "string"}, **dict.fromkeys(_OF_CHATS, {"type": "null"})},
+    },
     {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
 ]
 
@@ -80,6 +84,9 @@ class ModelTokenizer:
         """Return the response to ``body``. Raises: InvalidArgument, or NotFound for a chat without a template."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("prompt", "must be sent if messages is not, and left out if it is")
+        for name in _OF_CHATS:
+            if body.messages is None and getattr(body, name):
+                raise InvalidArgument(name, "must be left out without messages")
         text, special = body.prompt, body.add_special_tokens is not False
         if body.messages is not None:
             text, special = self._rendered(body), body.add_special_tokens is True
@@ -139,7 +146,8 @@ class TokenizationEndpoint(OpenAIEndpoint):
     ) -> None:
         openai_http.check_request_id(request_id)
         body = schemas.validated(self._schema, data)
-        model = self._service.model_of(body.model or self._service.settings.model, tenant)
+        # The ensemble's name stands for the only model, or for the first of a table.
+        model = self._service.model_of(body.model or self._service.settings.triton_model, tenant)
 
         def answer() -> dict[str, Any]:
             tokenizer = model_tokenizer(model.rules.tokenizer)

@@ -18,6 +18,10 @@ from gateway.usage import report
 from gateway.usage.report import Report
 
 FORMATS = ("json", "csv")
+PARAMETERS = {  # of the query, by path
+    "/v1/usage": (*report.FILTERS, "format", "group_by"),
+    "/v1/usage/requests": (*report.FILTERS, "format", "request_id", "limit", "after"),
+}
 
 
 def level_of(principal: Principal, requested: str) -> str:
@@ -40,9 +44,7 @@ def routes(service: Service) -> list[Route]:
         return []
     path, commit = service.usage.path, service.ledger.commit
 
-    def answered(make: Callable[..., Report], *names: str) -> Callable[[Request], Awaitable[Response]]:
-        allowed = (*report.FILTERS, "format", *names)
-
+    def answered(make: Callable[..., Report], allowed: tuple[str, ...]) -> Callable[[Request], Awaitable[Response]]:
         async def shown(request: Request) -> Any:
             given, policy = dict(request.query_params), service.configuration.policy
             principal = await service.authentication.principal(request.headers)
@@ -61,7 +63,5 @@ def routes(service: Service) -> list[Route]:
 
         return error_responses.answering(shown)
 
-    return [
-        Route("/v1/usage", answered(report.sums, "group_by")),
-        Route("/v1/usage/requests", answered(report.requests, "request_id", "limit", "after")),
-    ]
+    makers = report.sums, report.requests
+    return [Route(at, answered(make, names)) for (at, names), make in zip(PARAMETERS.items(), makers, strict=True)]

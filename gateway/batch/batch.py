@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from starlette.routing import Route
-
-from gateway.api.openai_http import FormatterType, complete
+from gateway.api.openai_http import complete
 from gateway.api.vocabulary import Vocabulary
 from gateway.batch import webhook
 from gateway.batch.aimd import PacePolicy
@@ -15,7 +12,6 @@ from gateway.batch.endpoints import BatchEndpoints
 from gateway.batch.signals import InteractiveSignals
 from gateway.batch.store import BatchLimits, BatchStore
 from gateway.batch.worker import BatchWorker
-from gateway.request_context import RequestContext
 from gateway.service import Service
 
 
@@ -28,7 +24,6 @@ class Batches:
     def __init__(self, service: Service, vocabulary: Vocabulary) -> None:
         settings = service.settings
         assert settings.batch_db is not None, "batches are off"
-        self._service, self._vocabulary = service, vocabulary
         limits = BatchLimits(
             max_file_bytes=settings.batch_max_file_bytes,
             max_bytes=settings.batch_max_bytes,
@@ -39,7 +34,7 @@ class Batches:
         self._store = BatchStore(settings.batch_db, limits)
         self.worker = BatchWorker(
             self._store,
-            self._complete,
+            partial(complete, service, vocabulary),
             service.authentication.named,
             signals,
             service.metrics.registry,
@@ -49,25 +44,9 @@ class Batches:
             max_lines=settings.batch_max_lines,
             max_line_bytes=settings.max_body_bytes,
         )
-        self._endpoints = BatchEndpoints(
-            self._store,
-            service.tenant,
-            lambda: service.configuration.keyless,
-            webhooks,
-            self.worker.wake,
-            settings.body_timeout_s,
-            service.metrics.requests,
-        )
-
-    def routes(self) -> list[Route]:
-        return self._endpoints.routes()
-
-    async def start(self) -> None:
-        await self.worker.start()
+        self.routes = BatchEndpoints(service, self._store, webhooks, self.worker.wake).routes
+        self.start = self.worker.start
 
     async def close(self) -> None:
         await self.worker.close()
         self._store.close()
-
-    async def _complete(self, formatter: FormatterType, context: RequestContext, body: bytes) -> Mapping[str, Any]:
-        return await complete(self._service, formatter, self._vocabulary, context, body)

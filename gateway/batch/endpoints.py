@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
-from prometheus_client import Counter
 from pydantic import Field, StrictStr
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from clients.wire.connection import new_request_id
-from clients.wire.request import can_travel
-from contract.errors import InvalidArgument, Overloaded, TridentError
-from gateway.api import error_responses, request_body, schemas
-from gateway.api.request_body import BodyTooLarge
+from contract.errors import InvalidArgument, Overloaded
+from gateway.api import admin
+from gateway.api.openai_http import counted_route
 from gateway.api.strict_model import StrictModel
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import FORMATTERS
 from gateway.config.tenant import Tenant
+from gateway.service import Service
 
-MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
 MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 4  # at once, of all tenants and of one
-MAX_UNREAD_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_HOURS = 168
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 MAX_LISTED, MAX_FILES_LISTED = 100, 10_000
@@ -58,33 +55,17 @@ class BatchRequest(StrictModel):
 
 
 class BatchEndpoints:
-    """The routes of files and batches.
+    """The routes of files and batches. wake: called when a batch was created or cancelled."""
 
-    tenant: returns the tenant of a request with these headers.
-    alone: returns whether there is no other tenant, and no share of the uploads to keep for one.
-    wake: called when a batch was created or cancelled.
-    timeout_s: longest time for a client to send a body; for a file see multipart.file_chunks.
-    requests: counts responses by protocol, operation (files or batches) and status.
-    """
-
-    def __init__(
-        self,
-        store: BatchStore,
-        tenant: Callable[[Mapping[str, str]], Awaitable[Tenant]],
-        alone: Callable[[], bool],
-        webhooks: Webhooks,
-        wake: Callable[[], None],
-        timeout_s: float,
-        requests: Counter,
-    ) -> None:
-        self._store, self._tenant, self._alone, self._webhooks, self._wake = store, tenant, alone, webhooks, wake
-        self._timeout_s, self._requests = timeout_s, requests
+    def __init__(self, service: Service, store: BatchStore, webhooks: Webhooks, wake: Callable[[], None]) -> None:
+        self._service, self._store, self._webhooks, self._wake = service, store, webhooks, wake
         self._uploads: list[str] = []  # the tenant of each
 
     async def upload(self, request: Request, tenant: Tenant) -> Response:
         if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS}/{MAX_UPLOADS} files are being uploaded", 5.0)
-        if self._uploads.count(tenant.name) >= MAX_TENANT_UPLOADS and not self._alone():
+        alone = self._service.configuration.keyless  # there is no other tenant to keep a share for
+        if self._uploads.count(tenant.name) >= MAX_TENANT_UPLOADS and not alone:
             raise Overloaded(f"{MAX_TENANT_UPLOADS}/{MAX_TENANT_UPLOADS} files of this tenant are being uploaded", 5.0)
         self._uploads.append(tenant.name)
         try:
@@ -99,7 +80,8 @@ class BatchEndpoints:
             raise FileTooLarge(max_bytes)
         file_id, number, last = "", 0, None
         try:
-            async for chunk in multipart.file_chunks(request, self._timeout_s, max_bytes):
+            timeout_s = self._service.settings.body_timeout_s
+            async for chunk in multipart.file_chunks(request, timeout_s, max_bytes):
                 if not file_id:
                     file_id = await asyncio.to_thread(self._store.open_file, tenant, chunk.filename[-255:])
                 if chunk.data:
@@ -154,16 +136,15 @@ class BatchEndpoints:
         return StreamingResponse(read(), headers=headers, media_type="application/octet-stream")
 
     async def create(self, request: Request, tenant: Tenant) -> Response:
-        body = await _body(request, self._timeout_s)
+        body = await admin.body(self._service, request, BatchRequest)
         if body.endpoint not in FORMATTERS:
             raise InvalidArgument("endpoint", f"must be {' or '.join(FORMATTERS)}, got {body.endpoint!r:.100}")
         if body.webhook_url is not None:
             self._webhooks.check(body.webhook_url)
-        levels = getattr(tenant, "levels", ())
         batch = await asyncio.to_thread(
             self._store.create_batch,
             tenant.name,
-            levels[-1].name if levels else "",
+            tenant.levels[-1].name if tenant.levels else "",
             endpoint=body.endpoint,
             input_file_id=body.input_file_id,
             completion_window=body.completion_window,
@@ -188,30 +169,15 @@ class BatchEndpoints:
         return _json(_batch(batch))
 
     def routes(self) -> list[Route]:
+        files, batches = (partial(counted_route, self._service, name) for name in ("files", "batches"))
         return [
-            self._route("/v1/files", GET=self.files, POST=self.upload),
-            self._route("/v1/files/{id}", GET=self.file, DELETE=self.delete_file),
-            self._route("/v1/files/{id}/content", GET=self.content),
-            self._route("/v1/batches", GET=self.batches, POST=self.create),
-            self._route("/v1/batches/{id}", GET=self.batch),
-            self._route("/v1/batches/{id}/cancel", POST=self.cancel),
+            files("/v1/files", GET=self.files, POST=self.upload),
+            files("/v1/files/{id}", GET=self.file, DELETE=self.delete_file),
+            files("/v1/files/{id}/content", GET=self.content),
+            batches("/v1/batches", GET=self.batches, POST=self.create),
+            batches("/v1/batches/{id}", GET=self.batch),
+            batches("/v1/batches/{id}/cancel", POST=self.cancel),
         ]
-
-    def _route(self, path: str, **handlers: Callable[[Request, Tenant], Awaitable[Response]]) -> Route:
-        """Return the route of a path. handlers: by HTTP method."""
-
-        async def endpoint(request: Request) -> Response:
-            handler = handlers["GET" if request.method == "HEAD" else request.method]
-            try:
-                response = await handler(request, await self._tenant(request.headers))
-            except TridentError as error:
-                response = _error_response(error, close=not await _drain(request))
-            request_id = request.headers.get("x-request-id", "")
-            response.headers["x-request-id"] = request_id if request_id and can_travel(request_id) else new_request_id()
-            self._requests.labels("http", path.split("/")[2], response.status_code).inc()
-            return response
-
-        return Route(path, endpoint, methods=list(handlers))
 
 
 def _expiry_s(fields: Mapping[str, str]) -> float | None:
@@ -229,15 +195,6 @@ def _expiry_s(fields: Mapping[str, str]) -> float | None:
     if seconds is None or not re.fullmatch(r"[0-9]{4,7}", seconds) or not 3600 <= int(seconds) <= 2_592_000:
         raise InvalidArgument("expires_after[seconds]", f"must be an integer from 3600 to 2592000, got {seconds!r:.50}")
     return float(seconds)
-
-
-async def _body(request: Request, timeout_s: float) -> BatchRequest:
-    try:
-        data = await request_body.read_small(request, MAX_BODY_BYTES, timeout_s)
-    except BodyTooLarge:
-        raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes") from None
-    body: BatchRequest = schemas.validated(BatchRequest, data)
-    return body
 
 
 def _limit(request: Request, default: int, maximum: int) -> int:
@@ -260,7 +217,7 @@ def _batch(batch: Batch) -> dict[str, Any]:
         "input_tokens": batch.input_tokens,
         "input_tokens_details": {"cached_tokens": batch.cached_tokens},
         "output_tokens": batch.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
         "total_tokens": batch.input_tokens + batch.output_tokens,
     }
     return {
@@ -282,34 +239,3 @@ def _list(data: list[dict[str, Any]], has_more: bool) -> Response:
 
 def _json(table: Mapping[str, Any]) -> Response:
     return Response(orjson.dumps(table), media_type="application/json")
-
-
-async def _drain(request: Request) -> bool:
-    """Read the rest of a rejected request's body, so that its client gets the response.
-
-    Returns False if there was more than ``MAX_UNREAD_BYTES`` or it took too long; the connection must then be closed.
-    """
-    budget = MAX_UNREAD_BYTES
-
-    async def read() -> bool:
-        nonlocal budget
-        async for part in request.stream():
-            budget -= len(part)
-            if budget < 0:
-                return False
-        return True
-
-    try:
-        return await asyncio.wait_for(read(), 1.0)
-    except (ClientDisconnect, asyncio.TimeoutError):
-        return False
-    except RuntimeError:  # starlette raises it for a body that was read to its end
-        return True
-
-
-def _error_response(error: TridentError, close: bool) -> Response:
-    if isinstance(error, FileTooLarge):
-        status, headers, body = error_responses.plain(413, error.message, "request_too_large")
-    else:
-        status, headers, body = error_responses.http(error)
-    return error_responses.response(status, headers + [(b"connection", b"close")] * close, body)

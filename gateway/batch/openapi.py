@@ -10,7 +10,9 @@ from gateway.config.settings import Settings
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _AFTER = {"name": "after", "in": "query", "schema": {"type": "string"}}
-_OBJECT = {"type": "object"}
+_OK = {"description": "OK"}
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _FORM = {
     "type": "object",
     "required": ["purpose", "file"],
@@ -30,17 +32,9 @@ def paths(settings: Settings, refusals: dict[str, Any]) -> dict[str, Any]:
     listed_files = {"name": "purpose", "in": "query", "schema": {"enum": [PURPOSE, OUTPUT_PURPOSE]}}
     order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
 
-    def operation(*parameters: dict, body: dict | None = None, media_type: str = "application/json") -> dict[str, Any]:
-        described: dict[str, Any] = {
-            "responses": {"200": {"description": "OK", "content": {media_type: {"schema": _OBJECT}}}, **refusals}
-        }
-        if media_type != "application/json":
-            described["responses"]["200"]["content"][media_type]["schema"] = {"type": "string", "format": "binary"}
-        if parameters:
-            described["parameters"] = list(parameters)
-        if body is not None:
-            described["requestBody"] = {"required": True, "content": body}
-        return described
+    def operation(*parameters: dict, body: dict | None = None, content: dict = _JSON) -> dict[str, Any]:
+        described = {"parameters": list(parameters), "responses": {"200": _OK | {"content": content}, **refusals}}
+        return described | ({"requestBody": {"required": True, "content": body}} if body is not None else {})
 
     return {
         "/v1/files": {
@@ -48,7 +42,7 @@ def paths(settings: Settings, refusals: dict[str, Any]) -> dict[str, Any]:
             "post": operation(body={"multipart/form-data": {"schema": _FORM}}),
         },
         "/v1/files/{id}": {"get": operation(_ID), "delete": operation(_ID)},
-        "/v1/files/{id}/content": {"get": operation(_ID, media_type="application/octet-stream")},
+        "/v1/files/{id}/content": {"get": operation(_ID, content=_BYTES)},
         "/v1/batches": {
             "get": operation(_limit(MAX_LISTED), _AFTER),
             "post": operation(body={"application/json": {"schema": batch}}),

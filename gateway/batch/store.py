@@ -55,6 +55,8 @@ CREATE INDEX pending_lines ON lines (batch_id, number) WHERE ok IS NULL;
 class FileTooLarge(InvalidArgument):
     """The file is larger than ``max_bytes``."""
 
+    http_status = 413
+
     def __init__(self, max_bytes: int) -> None:
         super().__init__("file", f"must be at most {max_bytes} bytes")
 
@@ -126,6 +128,7 @@ class Batch:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int
     errors: Sequence[Mapping]
     output_file_id: str | None
     error_file_id: str | None
@@ -160,6 +163,9 @@ class BatchStore(Database):
     def __init__(self, path: Path, limits: BatchLimits = BatchLimits(), clock: Callable[[], float] = time.time) -> None:
         super().__init__(path, "batch database", _SCHEMA, _VERSION)
         self.limits, self._clock = limits, clock
+        with self._transaction() as db:
+            if "reasoning_tokens" not in {column[1] for column in db.execute("PRAGMA table_info(batches)")}:
+                db.execute("ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0")
 
     # Files.
 
@@ -388,10 +394,11 @@ class BatchStore(Database):
             )
             return [Line(*row) for row in rows]
 
-    def finish_line(
-        self, line: Line, ok: bool, result: bytes, input_tokens: int = 0, cached_tokens: int = 0, output_tokens: int = 0
-    ) -> bool:
-        """Store a line's result: JSON without a line end. Returns False, and changes nothing, if it has one already."""
+    def finish_line(self, line: Line, ok: bool, result: bytes, *tokens: int) -> bool:
+        """Store a line's result: JSON without a line end. Returns False, and changes nothing, if it has one already.
+
+        tokens: of input, those of them cached, of output, those of them reasoning; 0 for those left out.
+        """
         with self._transaction() as db:
             done = db.execute(
                 "UPDATE lines SET ok = ?, result = ?, body = NULL WHERE batch_id = ? AND number = ? AND ok IS NULL",
@@ -401,8 +408,9 @@ class BatchStore(Database):
                 return False
             db.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,"
-                " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
-                (int(ok), int(not ok), input_tokens, cached_tokens, output_tokens, line.batch_id),
+                " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
+                " reasoning_tokens = reasoning_tokens + ? WHERE id = ?",
+                (int(ok), int(not ok), *(*tokens, 0, 0, 0, 0)[:4], line.batch_id),
             )
             return True
 

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -261,7 +261,7 @@ class BatchWorker:
         reader = LineReader(batch.id, batch.endpoint, self._max_lines, self._max_line_bytes)
         await asyncio.to_thread(self._store.forget_lines, batch.id)
         lines = reader.read(await asyncio.to_thread(self._store.content, batch.tenant, batch.input_file_id))
-        while chunk := await asyncio.to_thread(_take, lines, _LINES_PER_TRANSACTION):
+        while chunk := await asyncio.to_thread(lambda: list(itertools.islice(lines, _LINES_PER_TRANSACTION))):
             await asyncio.to_thread(self._store.add_lines, batch.id, chunk)
         if reader.errors:
             await asyncio.to_thread(self._store.fail, batch.id, reader.errors)
@@ -361,6 +361,7 @@ class BatchWorker:
             usage.get("prompt_tokens", 0),
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
             usage.get("completion_tokens", 0),
+            (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
         )
         # Shielded: a result is stored even if the line is cancelled in this moment.
         storing = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, queued.line, ok, result, *tokens))
@@ -405,8 +406,3 @@ class BatchWorker:
 def _log_crash(task: asyncio.Task) -> None:
     if not task.cancelled() and task.exception() is not None:
         _LOG.error("batch worker crashed", exc_info=task.exception(), extra={"fields": {}})
-
-
-def _take(lines: Iterator[Line], count: int) -> list[Line]:
-    """Return the next ``count`` lines or what is left."""
-    return list(itertools.islice(lines, count))

@@ -12,14 +12,13 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterable, Callable
-from typing import Generic, TypeVar
 
 from contract.errors import Cancelled, Overloaded
 from contract.generation import TokenDelta
+from gateway.choices import ChoiceDelta
 
 MAX_BYTES = 4 * 1024 * 1024
 JOIN_BYTES = 64 * 1024  # of a stream's beginning that is kept for joining readers: some hundred tokens
-T = TypeVar("T")
 
 
 def size_bytes(delta: TokenDelta) -> int:
@@ -33,12 +32,11 @@ def size_bytes(delta: TokenDelta) -> int:
     return 400 + texts + 32 * numbers
 
 
-class SharedStream(Generic[T]):
+class SharedStream:
     """A source that is read once and followed by many readers, each from any item still in the log.
 
     Made inside a running event loop.
     source: its ``aclose`` method is called at the end, if it has one.
-    size: estimates the bytes of an item.
     max_bytes: bound of the log; the source then waits, or the oldest items are dropped.
     keep_bytes: bytes of items that every reader has read which are kept for readers that join.
     linger_s: how long the stream goes on without readers before the source is closed; 0: at once.
@@ -48,23 +46,22 @@ class SharedStream(Generic[T]):
 
     def __init__(
         self,
-        source: AsyncIterable[T],
+        source: AsyncIterable[ChoiceDelta],
         *,
-        size: Callable[[T], int],
         max_bytes: int = MAX_BYTES,
         keep_bytes: int = MAX_BYTES,
         linger_s: float = 0.0,
-        ended: Callable[[SharedStream[T]], None] = lambda stream: None,
+        ended: Callable[[SharedStream], None] = lambda stream: None,
     ) -> None:
         self.source = source
-        self._size, self._max_bytes, self._keep_bytes = size, max_bytes, keep_bytes
+        self._max_bytes, self._keep_bytes = max_bytes, keep_bytes
         self._linger_s, self._on_end = linger_s, ended
-        self._log: deque[T] = deque()
+        self._log: deque[ChoiceDelta] = deque()
         self.dropped = 0
         self._grown = asyncio.Event()
         self._failure: BaseException | None = None
         self._abandoned: asyncio.TimerHandle | None = None
-        self._readers: set[SharedReader[T]] = set()
+        self._readers: set[SharedReader] = set()
         self._space: asyncio.Event | None = None  # set for the source, which waits while all readers are behind
         self.bytes = 0
         self.done = False
@@ -90,10 +87,10 @@ class SharedStream(Generic[T]):
         """Whether a new reader could read it from its start."""
         return not (self.dropped or self._failure or self.cancelled)
 
-    def deltas(self) -> tuple[T, ...]:
+    def deltas(self) -> tuple[ChoiceDelta, ...]:
         return tuple(self._log)
 
-    def follow(self, start: int = 0) -> SharedReader[T]:
+    def follow(self, start: int = 0) -> SharedReader:
         """Return a reader from item ``start`` on. It counts as a reader until it is read to its end or closed.
 
         Raises, while it is read: what the source raised; Overloaded if the item it needs is dropped.
@@ -134,9 +131,9 @@ class SharedStream(Generic[T]):
             self.wake()
             self._on_end(self)
 
-    def _append(self, item: T) -> None:
+    def _append(self, item: ChoiceDelta) -> None:
         self._log.append(item)
-        self.bytes += self._size(item)
+        self.bytes += size_bytes(item.delta)
         if self.bytes > self._keep_bytes and self._readers:
             read_by_all = min(reader.next for reader in self._readers)
             while self.bytes > self._keep_bytes and self.dropped < read_by_all:
@@ -152,7 +149,7 @@ class SharedStream(Generic[T]):
                 self._drop()
 
     def _drop(self) -> None:
-        self.bytes -= self._size(self._log.popleft())
+        self.bytes -= size_bytes(self._log.popleft().delta)
         self.dropped += 1
 
     def advanced(self) -> None:
@@ -166,7 +163,7 @@ class SharedStream(Generic[T]):
         self._grown.set()
         self._grown = asyncio.Event()
 
-    def leave(self, reader: SharedReader[T]) -> None:
+    def leave(self, reader: SharedReader) -> None:
         self._readers.discard(reader)
         self.advanced()
         if self._readers or self.done:
@@ -176,7 +173,7 @@ class SharedStream(Generic[T]):
         else:
             self._abandoned = asyncio.get_running_loop().call_later(self._linger_s, self.cancel)
 
-    async def item(self, number: int, reader: SharedReader[T]) -> T:
+    async def item(self, number: int, reader: SharedReader) -> ChoiceDelta:
         """Return item ``number`` as soon as it exists. Raises StopAsyncIteration past the end."""
         while number >= len(self) and not self.done and reader.failure is None:
             await self._grown.wait()
@@ -189,23 +186,23 @@ class SharedStream(Generic[T]):
         raise self._failure if self._failure is not None else StopAsyncIteration
 
 
-class SharedReader(Generic[T]):
+class SharedReader:
     """One reader's position in a stream.
 
     next: number of the item that it reads next.
     failure: the error that ends this reader only, if there is one.
     """
 
-    def __init__(self, stream: SharedStream[T], start: int) -> None:
+    def __init__(self, stream: SharedStream, start: int) -> None:
         self.stream = stream
         self.failure: BaseException | None = None
         self.next = start
         self._left = False
 
-    def __aiter__(self) -> SharedReader[T]:
+    def __aiter__(self) -> SharedReader:
         return self
 
-    async def __anext__(self) -> T:
+    async def __anext__(self) -> ChoiceDelta:
         if self._left:
             raise StopAsyncIteration
         try:
@@ -232,27 +229,24 @@ class SharedReader(Generic[T]):
         self.leave()
 
 
-class Coalescer(Generic[T]):
+class Coalescer:
     """The streams that run, by request key."""
 
-    def __init__(self, size: Callable[[T], int], max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._size = max_bytes, size
-        self._streams: dict[str, SharedStream[T]] = {}
+    def __init__(self) -> None:
+        self._streams: dict[str, SharedStream] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def follow(self, key: str, open_source: Callable[[], AsyncIterable[T]]) -> SharedReader[T]:
+    def follow(self, key: str, open_source: Callable[[], AsyncIterable[ChoiceDelta]]) -> SharedReader:
         """Read the stream of ``key`` from its start: the one that runs, or a new one of ``open_source``."""
         stream = self._streams.get(key)
         if stream is not None and stream.joinable and not stream.done and stream.readers:
             return stream.follow()
 
-        def ended(over: SharedStream[T]) -> None:
+        def ended(over: SharedStream) -> None:
             if self._streams.get(key) is over:
                 del self._streams[key]
 
-        stream = self._streams[key] = SharedStream(
-            open_source(), size=self._size, max_bytes=self._max_bytes, keep_bytes=JOIN_BYTES, ended=ended
-        )
+        stream = self._streams[key] = SharedStream(open_source(), keep_bytes=JOIN_BYTES, ended=ended)
         return stream.follow()

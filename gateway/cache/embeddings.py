@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import aiohttp
 import numpy as np
@@ -21,16 +20,29 @@ _BREAKER = BreakerPolicy()
 _FAILURES = (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, InvalidArgument)
 
 
-class Embeddings(Protocol):
+class Embeddings:
     """A source of embeddings."""
+
+    _outstanding = 0
 
     async def embed(self, text: str) -> np.ndarray | None:
         """Return the embedding of ``text``: f32[dimensions] of length 1, or None if there is none in time."""
+        if self._outstanding >= MAX_CONCURRENT:
+            return None
+        self._outstanding += 1
+        try:
+            return await self._embedded(text)
+        finally:
+            self._outstanding -= 1
 
-    async def aclose(self) -> None: ...
+    async def _embedded(self, text: str) -> np.ndarray | None:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Close its connections."""
 
 
-class OwnEmbeddings:
+class OwnEmbeddings(Embeddings):
     """Embed texts with an encoder of this gateway. It costs no tenant anything.
 
     pool: return the pool of the encoder's model; it raises TridentError while the configuration has no such model.
@@ -38,25 +50,17 @@ class OwnEmbeddings:
 
     def __init__(self, encoding: Encoding, pool: Callable[[], str], timeout_s: float) -> None:
         self._encoding, self._pool, self._timeout_s = encoding, pool, timeout_s
-        self._outstanding = 0
 
-    async def embed(self, text: str) -> np.ndarray | None:
-        if self._outstanding >= MAX_CONCURRENT:
-            return None
-        self._outstanding += 1
+    async def _embedded(self, text: str) -> np.ndarray | None:
         try:
             return await self._encoding.embedding(text, self._pool(), self._timeout_s)
         except TridentError:
             return None
-        finally:
-            self._outstanding -= 1
-
-    async def aclose(self) -> None:
-        """Nothing to close: the pool is the gateway's."""
 
 
-class EmbeddingsClient:
-    """Embed texts with ``POST {url}/embeddings``.
+class EmbeddingsClient(Embeddings):
+    """Embed texts with ``POST {url}/embeddings``. After 5 failures in a row the endpoint gets no requests for 10 s, so
+    that an outage does not delay every request by the timeout.
 
     url: of the API, up to and with ``/v1``.
     model: sent as ``model``.
@@ -69,19 +73,12 @@ class EmbeddingsClient:
         self._api_key, self._timeout_s = api_key, timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._breaker = Breaker()
-        self._outstanding = 0
 
-    async def embed(self, text: str) -> np.ndarray | None:
-        """Return the embedding of ``text``: f32[dimensions] of length 1, or None if the endpoint gave none in time.
-
-        After 5 failures in a row the endpoint gets no requests for 10 s, so that an outage does not delay every
-        request by the timeout.
-        """
+    async def _embedded(self, text: str) -> np.ndarray | None:
         now_s = time.monotonic()
-        if self._outstanding >= MAX_CONCURRENT or not self._breaker.allows(now_s):
+        if not self._breaker.allows(now_s):
             return None
         self._breaker = self._breaker.sent(now_s)
-        self._outstanding += 1
         vector = None
         try:
             vector = _unit_vector(await asyncio.wait_for(self._post(text), self._timeout_s))
@@ -90,8 +87,6 @@ class EmbeddingsClient:
         except asyncio.CancelledError:
             self._breaker = self._breaker.left(time.monotonic(), now_s)
             raise
-        finally:
-            self._outstanding -= 1
         self._breaker = self._breaker.after(vector is not None, time.monotonic(), _BREAKER, now_s)
         return vector
 

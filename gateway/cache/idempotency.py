@@ -6,40 +6,33 @@ A key is valid within its tenant only. It belongs to one request: another reques
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
+import contextlib
 from collections.abc import AsyncIterable, Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import NamedTuple
+
+from cachetools import TTLCache
 
 from contract.errors import InvalidArgument, Overloaded
 from gateway.cache.coalescing import MAX_BYTES, SharedReader, SharedStream
+from gateway.choices import ChoiceDelta
 
 HEADER, RESUME_HEADER = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY_LENGTH = 255
 
 
-T = TypeVar("T")
+class _Keyed(NamedTuple):
+    request: str  # its key
+    stream: SharedStream
 
 
-@dataclass(eq=False)
-class _Keyed(Generic[T]):
-    """request: its key. expires_s: when a finished stream is removed."""
-
-    request: str
-    stream: SharedStream[T]
-    expires_s: float = math.inf
-
-
-class Idempotency(Generic[T]):
+class Idempotency:
     """The streams of requests with a key. A stream that failed is removed at once, so that a retry is a new attempt.
 
     clock: seconds.
-    size: estimates the bytes of an item.
     ttl_s: how long a finished stream is kept.
     linger_s: how long a stream runs on after its last reader has disconnected.
     max_running: streams that run; a further new key is rejected.
-    max_finished, max_bytes: bounds of finished streams; the oldest is removed first.
+    max_finished, max_bytes: bounds of finished streams; the one that was used longest ago is removed first.
     max_stream_bytes: bound of one stream's log.
     """
 
@@ -47,7 +40,6 @@ class Idempotency(Generic[T]):
         self,
         clock: Callable[[], float],
         *,
-        size: Callable[[T], int],
         ttl_s: float = 600.0,
         linger_s: float = 30.0,
         max_running: int = 10_000,
@@ -55,12 +47,12 @@ class Idempotency(Generic[T]):
         max_bytes: int = 256 * 1024 * 1024,
         max_stream_bytes: int = MAX_BYTES,
     ) -> None:
-        self._clock, self._ttl_s, self._linger_s, self._size = clock, ttl_s, linger_s, size
-        self._max_running, self._max_finished = max_running, max_finished
-        self._max_bytes, self._max_stream_bytes = max_bytes, max_stream_bytes
-        self._running: dict[tuple[str, str], _Keyed[T]] = {}
-        self._finished: OrderedDict[tuple[str, str], _Keyed[T]] = OrderedDict()  # in the order of their expiry
-        self._bytes = 0
+        self._linger_s, self._max_running, self._max_stream_bytes = linger_s, max_running, max_stream_bytes
+        self._running: dict[tuple[str, str], _Keyed] = {}
+        # A small stream counts as its part of the bytes, so that there are at most ``max_finished``.
+        self._finished: TTLCache[tuple[str, str], _Keyed] = TTLCache(
+            max_bytes, ttl_s, clock, lambda kept: max(kept.stream.bytes, max_bytes // max_finished)
+        )
 
     def __len__(self) -> int:
         return len(self._running) + len(self._finished)
@@ -70,10 +62,10 @@ class Idempotency(Generic[T]):
         tenant: str,
         key: str,
         request: str,
-        open_source: Callable[[], AsyncIterable[T]],
+        open_source: Callable[[], AsyncIterable[ChoiceDelta]],
         start: int = 0,
         recorded: bool = False,
-    ) -> SharedReader[T]:
+    ) -> SharedReader:
         """Read the stream of ``key`` from item ``start`` on: the existing one, or a new one of ``open_source``.
 
         request: its request_key. recorded: a new source may begin with what another gateway has recorded.
@@ -82,7 +74,6 @@ class Idempotency(Generic[T]):
         """
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
             raise InvalidArgument(HEADER, f"must be 1 to {MAX_KEY_LENGTH} printable characters")
-        self._expire()
         tenant_key = (tenant, key)
         found = self._running.get(tenant_key) or self._finished.get(tenant_key)
         if found is not None and found.request != request:
@@ -99,7 +90,6 @@ class Idempotency(Generic[T]):
             raise Overloaded(f"{len(self._running)}/{self._max_running} streams with an {HEADER} are running")
         stream = SharedStream(
             open_source(),
-            size=self._size,
             max_bytes=self._max_stream_bytes,
             linger_s=self._linger_s,
             ended=lambda over: self._ended(tenant_key, over),
@@ -107,25 +97,14 @@ class Idempotency(Generic[T]):
         self._running[tenant_key] = _Keyed(request, stream)
         return stream.follow(start)
 
-    def _ended(self, tenant_key: tuple[str, str], over: SharedStream[T]) -> None:
+    def _ended(self, tenant_key: tuple[str, str], over: SharedStream) -> None:
         found = self._running.get(tenant_key)
         if found is None or found.stream is not over:
             return
         del self._running[tenant_key]
         if over.complete:
-            found.expires_s = self._clock() + self._ttl_s
-            self._finished[tenant_key] = found
-            self._bytes += over.bytes
-            self._expire()
-
-    def _expire(self) -> None:
-        now_s = self._clock()
-        while self._finished:
-            oldest = next(iter(self._finished.values()))
-            too_much = len(self._finished) > self._max_finished or self._bytes > self._max_bytes
-            if oldest.expires_s > now_s and not too_much:
-                return
-            self._bytes -= self._finished.popitem(last=False)[1].stream.bytes
+            with contextlib.suppress(ValueError):  # it is larger than all of them may be
+                self._finished[tenant_key] = found
 
 
 def check_kept(stream: SharedStream, start: int) -> None:

@@ -11,21 +11,23 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from contract.errors import Unavailable
-from contract.generation import GenerationRequest
-from gateway.admission.budgets import Demand, Reservation, Standing
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.budgets import Reservation
+from gateway.admission.prompt_tokens import prompt_of
 from gateway.admission.shared_state import Away, SharedState
 from gateway.cache.coalescing import MAX_BYTES
 from gateway.cache.idempotency import RESUME_HEADER
 from gateway.cache.response_cache import Answer, is_complete
-from gateway.choices import ChoiceDelta, ChoiceDeltas
+from gateway.choices import ChoiceDelta, ChoiceDeltas, total
 from gateway.continuation import Continuation, needs_seed
 
 LEASE_S = 5.0
@@ -38,9 +40,9 @@ _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-# KEYS of all: the record (request, owner, ends: of its lease, head, complete, charged: how many of its
-# items were charged when it was taken over) and its items.
-# ARGV: request, gateway, lease in ms, life in ms.
+# KEYS of all: the record (request, owner, ends: of its lease, head, complete, charged and settled: see Record) and its
+# items.
+# ARGV: request, owner, lease in ms, life in ms.
 _CLAIM = f"""{_NOW}
 local found = redis.call('HMGET', KEYS[1], 'request', 'ends', 'complete')
 local state = 'lost'
@@ -53,7 +55,7 @@ redis.call('HSET', KEYS[1], 'request', ARGV[1], 'owner', ARGV[2], 'ends', now + 
 for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], ARGV[4]) end
 return state
 """
-# ARGV: gateway, lease in ms, life in ms, number of the first item, how many field arguments, fields, items.
+# ARGV: owner, lease in ms, life in ms, number of the first item, how many field arguments, fields, items.
 _WRITE = f"""{_NOW}
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if not owner then return 2 end
@@ -69,11 +71,12 @@ return 1
 """
 # ARGV: number of the first item.
 _READ = f"""{_NOW}
-local found = redis.call('HMGET', KEYS[1], 'head', 'complete', 'ends', 'charged')
+local found = redis.call('HMGET', KEYS[1], 'head', 'complete', 'ends', 'charged', 'settled')
 if not found[3] then return {{}} end
 local lives = tonumber(found[3]) > now and 1 or 0
 local items = redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[1] + 999)
-return {{found[1] or '', found[2] and 1 or 0, lives, tonumber(found[4] or 0), unpack(items)}}
+local charged, settled = tonumber(found[4] or 0), tonumber(found[5] or 0)
+return {{found[1] or '', found[2] and 1 or 0, lives, charged, settled, unpack(items)}}
 """
 _DELETE = "if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end"
 
@@ -128,21 +131,24 @@ class Head:
     reservation: Reservation | None = None
 
     def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"headers": dict(self.headers)})
+        return _HEAD.dump_json(self).decode()
 
     @classmethod
     def decode(cls, text: bytes) -> Head:
-        fields = json.loads(text)
-        if held := fields["reservation"]:
-            standings = (Standing(Demand(**standing["demand"]), 0.0) for standing in held["standings"])
-            fields["reservation"] = Reservation(held["id"], held["granted"], tuple(standings))
-        return cls(**fields)
+        return _HEAD.validate_json(text)
+
+
+_HEAD = TypeAdapter(Head)
 
 
 @dataclass(eq=False)
 class Record:
-    """One stream in Redis. owned: this gateway writes it. lost: another has taken it over. items: read so far.
-    charged: how many of them were charged when it was taken over."""
+    """One stream in Redis. owned: it is written here. lost: another gateway has taken it over. items: read so far.
+
+    charged: the choices that ended in so many items were charged when it was taken over from a gateway that died.
+    settled: so many items are charged, with their prompts, by gateways that released it.
+    head: as it was written here, with the reservation that this gateway settles; None if it was not.
+    """
 
     records: Records
     keys: list[str]
@@ -151,19 +157,22 @@ class Record:
     lost: bool = False
     items: list[ChoiceDelta] = field(default_factory=list)
     charged: int = 0
+    settled: int = 0
+    head: Head | None = None
+    _owner: str = field(default_factory=lambda: secrets.token_hex(8))
     _pending: list[str] = field(default_factory=list)
     _fields: list[str] = field(default_factory=list)
     _count: int = 0  # items there are in Redis
     _size: int = 0
     _written_s: float = 0.0
-    _ended_s: float = 0.0  # 0: it is generated
+    _ended_s: float = 0.0  # complete or released, which may not be written yet; 0: it is generated
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def claim(self) -> str:
         """Return what there is: ``new`` and ``lost`` are this gateway's now, ``kept`` is complete or another's,
         ``different`` has the same key. Raises Away."""
         lease = (int(LEASE_S * 1000), int(RUNNING_S * 1000))
-        state = (await self.records.run(_CLAIM, self.keys, self.request, self.records.gateway, *lease)).decode()
+        state = (await self.records.run(_CLAIM, self.keys, self.request, self._owner, *lease)).decode()
         self.owned = state in ("new", "lost")
         if self.owned:
             self.records.own(self)
@@ -175,24 +184,31 @@ class Record:
         Raises: Away.
         """
         while found := await self.records.run(_READ, self.keys, len(self.items)):
-            head, complete, lives, self.charged, *items = found
+            head, complete, lives, self.charged, self.settled, *items = found
             self.items += map(decode, items)
             self._count = len(self.items)
             if len(items) < 1000:
                 return Head.decode(head) if head else None, bool(complete), bool(lives)
         return None
 
-    async def write(self, *fields: str, releases: bool = False) -> None:
+    async def write(self, *fields: str) -> None:
         """Write the fields, by name and value, and all that is not written yet; later if Redis is away."""
         self._fields += fields
         async with self._writing:
             if not self.owned:
                 return
             batch, named = len(self._pending), list(self._fields)
-            lease_s = 0 if releases or self._ended_s else LEASE_S
-            life_s = self.records.ttl_s if self._ended_s else RUNNING_S
-            life = (self.records.gateway, int(lease_s * 1000), int(life_s * 1000))
-            arguments = (*life, self._count, len(named), *named, *self._pending)
+            lease_s = 0 if self._ended_s else LEASE_S
+            life_s = self.records.ttl_s if "complete" in named else RUNNING_S
+            arguments = (
+                self._owner,
+                int(lease_s * 1000),
+                int(life_s * 1000),
+                self._count,
+                len(named),
+                *named,
+                *self._pending,
+            )
             self._written_s = time.monotonic()
             try:
                 kept = await self.records.run(_WRITE, self.keys, *arguments)
@@ -229,20 +245,29 @@ class Record:
         finally:
             await deltas.aclose()
 
+    async def write_head(self, head: Head) -> None:
+        """Write the head of what is generated here."""
+        self.head = head
+        await self.write("head", head.encode())
+
     async def release(self) -> None:
-        """Let another gateway go on at once."""
-        await self.write(releases=True)
-        self.disown()
+        """Let another gateway go on at once. This one settles its reservation, and so all items."""
+        self._ended_s = time.monotonic()
+        fields: tuple[str, ...] = ()
+        if self.head is not None:
+            head = dataclasses.replace(self.head, reservation=None)
+            fields = "head", head.encode(), "settled", str(self._count + len(self._pending))
+        await self.write(*fields)
 
     async def delete(self) -> None:
         """Forget the stream, so that the next request with its key is a new one."""
         if self.owned:
             self.disown()
             with contextlib.suppress(Away):
-                await self.records.run(_DELETE, self.keys, self.records.gateway)
+                await self.records.run(_DELETE, self.keys, self._owner)
 
     def leave(self) -> None:
-        """Renew it no more, unless only its end is not written yet."""
+        """Renew it no more, unless only its end or release is not written yet."""
         if not self._ended_s:
             self.disown()
 
@@ -261,7 +286,7 @@ class Records:
     """The records of one gateway. ttl_s: of complete ones. draining: whether this gateway is about to end."""
 
     def __init__(self, state: SharedState, ttl_s: float, draining: Callable[[], bool]) -> None:
-        self._state, self.gateway, self.ttl_s, self.draining = state, state.gateway, ttl_s, draining
+        self._state, self.ttl_s, self.draining = state, ttl_s, draining
         self.owned: set[Record] = set()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -304,6 +329,26 @@ def unfinished(
     if not all(states[number].allows(request) for number, request in left.items()):
         return None
     return {number: states[number].request(request) for number, request in left.items()}
+
+
+def unpaid(
+    record: Record, requests: Sequence[GenerationRequest], left: Iterable[int]
+) -> tuple[Usage | None, tuple[int | None, ...]]:
+    """Return what the choices that ended are still to be charged, and for each choice that is ``left`` how many tokens
+    of its output are paid for, along with its prompt; None if neither is."""
+    prompts, left = [id(prompt_of(request)) for request in requests], tuple(left)
+    paid, begun = [0 for _ in requests], set()
+    for choice, delta in record.items[: record.settled]:
+        paid[choice] += len(delta.token_ids) - delta.prompt_ids
+        if delta.token_ids or delta.finish_reason:
+            begun.add(prompts[choice])
+    elsewhere, owed = begun.union(prompts[choice] for choice in left), dict[int, Usage]()
+    for choice, delta in record.items[max(record.charged, record.settled) :]:
+        if (used := delta.usage) is not None:
+            used = Usage(0, used.output_tokens) if prompts[choice] in elsewhere else used
+            owed[choice] = dataclasses.replace(used, output_tokens=used.output_tokens - paid[choice])
+    due = total(list(owed.values()), [prompts[choice] for choice in owed])
+    return due, tuple(paid[choice] if prompts[choice] in begun else None for choice in left)
 
 
 def seeded(request: GenerationRequest, record: Record, choice: int) -> GenerationRequest:

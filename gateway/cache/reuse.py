@@ -19,18 +19,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from contract.generation import GenerationRequest, TokenDelta, Usage
-from gateway.admission.budgets import Reservation
+from contract.generation import GenerationRequest, TokenDelta
 from gateway.admission.shared_state import Away
 from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
-from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
+from gateway.cache.coalescing import Coalescer, SharedReader
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency, check_kept
-from gateway.cache.records import AWAY_S, POLL_S, Head, Record, Records, SharedAnswers, renumbered, seeded, unfinished
+from gateway.cache.records import (
+    AWAY_S,
+    POLL_S,
+    Head,
+    Record,
+    Records,
+    SharedAnswers,
+    renumbered,
+    seeded,
+    unfinished,
+    unpaid,
+)
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
-from gateway.choices import ChoiceDelta, ChoiceDeltas
+from gateway.choices import ChoiceDelta, ChoiceDeltas, Choices
 from gateway.config.policy import ReuseRules
 from gateway.continuation import HEADER as CONTINUED_HEADER
 from gateway.request_context import RequestContext
@@ -52,7 +62,7 @@ class ResponseDeltas:
     request_id, created_s: identify the response; a retry gets those of the first attempt.
     first_event: number of the first delta, where the client can resume after an event; else None.
     replayed: deltas before ``first_event``, which the client has received.
-    reservation: of the budget, by the response that is generated.
+    choices: of the response, if it is generated for this reader.
     """
 
     deltas: ChoiceDeltas
@@ -62,7 +72,7 @@ class ResponseDeltas:
     created_s: int
     first_event: int | None = None
     replayed: tuple[ChoiceDelta, ...] = ()
-    reservation: Reservation | None = None
+    choices: Choices | None = None
 
 
 class ResponseReuse:
@@ -75,14 +85,13 @@ class ResponseReuse:
         self, service: Service, rules: ReuseRules, clock: Callable[[], float], semantic: SemanticCache | None = None
     ) -> None:
         self._service, self._rules, self._semantic = service, rules, semantic
-        self._coalescer = Coalescer(size=_size_bytes) if rules.coalesce else None
+        self._coalescer = Coalescer() if rules.coalesce else None
         self._cache = ResponseCache(rules.cache_bytes, rules.cache_ttl_s, clock) if rules.cache_bytes else None
         self._idempotency = Idempotency(
             clock,
             ttl_s=rules.idempotency_ttl_s,
             linger_s=rules.idempotency_linger_s,
             max_bytes=rules.idempotency_bytes,
-            size=_size_bytes,
         )
         state, self._records = service.shared_state, None
         if state is not None and rules.idempotency_bytes:
@@ -190,7 +199,7 @@ class ResponseReuse:
         if result == "miss":
             choices.headers[CACHE_HEADER] = result
         ids = context.request_id, int(time.time())
-        return ResponseDeltas(deltas, choices.headers, choices.close, *ids, reservation=choices.reservation)
+        return ResponseDeltas(deltas, choices.headers, choices.close, *ids, choices=choices)
 
     async def _serve_hit(
         self,
@@ -208,7 +217,7 @@ class ResponseReuse:
 
     async def _follow(
         self,
-        reader: SharedReader[ChoiceDelta],
+        reader: SharedReader,
         generation: SharedGeneration,
         requests: Sequence[GenerationRequest],
         context: RequestContext,
@@ -251,9 +260,8 @@ class ResponseReuse:
 
         if original and result == "replayed":
             return ResponseDeltas(deltas, headers, close, original.request_id, original.created_s)
-        reservation = original.reservation if original and first else None
-        ids = context.request_id, int(time.time())
-        return ResponseDeltas(deltas, headers, close, *ids, reservation=reservation)
+        choices = original.choices if original and first else None
+        return ResponseDeltas(deltas, headers, close, context.request_id, int(time.time()), choices=choices)
 
     def _with_longest_timeout(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Use the gateway's timeout: a shared generation must outlive its first reader."""
@@ -349,7 +357,7 @@ class _Recorded:
         try:
             response = await self._reuse._cached_or_generated(self._requests, self._context, self._control)
             engine = self._reuse._engine(self._context, SEVERAL)
-            head = Head(response.headers, response.request_id, response.created_s, engine, response.reservation)
+            head = Head(dict(response.headers), response.request_id, response.created_s, engine)
             return await self._owned(response, head, self._record.generate(response.deltas))
         except BaseException:
             await self._record.delete()
@@ -408,7 +416,8 @@ class _Recorded:
         Raises: Unavailable where the rest cannot be exact and the client has a part; else all is generated anew.
         """
         reuse, record, service = self._reuse, self._record, self._reuse._service
-        await record.read()
+        found = await record.read()
+        head = found[0] or head if found is not None else head  # a gateway that released it has changed it since
         left = unfinished(record.items, self._requests, service.settings.continuations)
         engine = reuse._engine(self._context, SEVERAL)
         if left is None or head.engine not in ("", engine) or engine.startswith(SEVERAL):
@@ -417,24 +426,28 @@ class _Recorded:
                 raise Unavailable("the gateway that ran this stream ended, and no other can go on with it exactly", 1.0)
             self._record = Record(record.records, record.keys, record.request)
             await self._record.claim()
+            await service.charge_for_other(head.reservation, None, self._context)
             return await self._generated()
-        response = await reuse._generate(list(left.values()), self._context, "bypass") if left else None
-        ended = [delta.usage for _, delta in record.items[record.charged :] if delta.usage is not None]
-        prompt = 0 if left else max((usage.input_tokens for usage in ended), default=0)  # else of what is left
-        used = Usage(prompt, sum(usage.output_tokens for usage in ended))
-        service.charge_for_other(head.reservation, used, self._context)
-        rest = renumbered(response.deltas, list(left)) if response else _replay(())
-        headers = {**(response.headers if response else head.headers), CONTINUED_HEADER: "1"}
-        close = response.close if response else lambda error: None
-        whole = ResponseDeltas(rest, headers, close, head.request_id, head.created_s)
-        head = dataclasses.replace(head, reservation=response.reservation if response else None)
-        charged = ("charged", str(len(record.items)))
-        return await self._owned(whole, head, _behind(record.items, record.generate(rest)), *charged)
+        owed, paid = unpaid(record, self._requests, left)
+        # Before admission: the reservation of a gateway that died would be in the way of its own stream.
+        settled = dataclasses.replace(head, reservation=None)
+        await record.write("head", settled.encode(), "charged", str(len(record.items)))
+        await service.charge_for_other(head.reservation, owed, self._context)
+        context = dataclasses.replace(self._context, paid=paid)
+        if left:
+            response = await reuse._generate(list(left.values()), context, "bypass")
+        else:
+            response = ResponseDeltas(_replay(()), head.headers, lambda error: None, "", 0)
+        rest = record.generate(renumbered(response.deltas, list(left)))
+        headers = {**response.headers, CONTINUED_HEADER: "1"}
+        whole = dataclasses.replace(response, headers=headers, request_id=head.request_id, created_s=head.created_s)
+        return await self._owned(whole, head, _behind(record.items, rest))
 
-    async def _owned(self, response: ResponseDeltas, head: Head, deltas: ChoiceDeltas, *fields: str) -> ResponseDeltas:
-        """Return the response, with ``deltas``, when its head and the fields are written."""
+    async def _owned(self, response: ResponseDeltas, head: Head, deltas: ChoiceDeltas) -> ResponseDeltas:
+        """Return the response, with ``deltas``, when its head is written, with the reservation of its budget."""
+        reservation = response.choices.reservation if response.choices is not None else None
         try:
-            await self._record.write("head", head.encode(), *fields)
+            await self._record.write_head(dataclasses.replace(head, reservation=reservation))
         except BaseException as exc:
             response.close(exc)
             await response.deltas.aclose()
@@ -442,6 +455,8 @@ class _Recorded:
 
         def close(error: BaseException | None) -> None:
             self._record.leave()  # deltas that were never read have not done so
+            if self._record.lost and response.choices is not None:
+                response.choices.charged_elsewhere = True
             response.close(error)
 
         return dataclasses.replace(response, deltas=deltas, close=close)
@@ -531,10 +546,6 @@ async def _stored_at_end(deltas: ChoiceDeltas, store: Callable[[Answer], None]) 
 async def _replay(answer: Iterable[TokenDelta]) -> AsyncGenerator[ChoiceDelta, None]:
     for delta in answer:
         yield ChoiceDelta(0, delta)
-
-
-def _size_bytes(item: ChoiceDelta) -> int:
-    return size_bytes(item.delta)
 
 
 def _first_event(last_event: str | None) -> int:

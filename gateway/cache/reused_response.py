@@ -83,28 +83,28 @@ class ReusedResponse:
         seen = error if isinstance(error, TridentError) else None
         usage = self._usage()
         ends = [self._ends[choice] for choice in sorted(self._ends)]
-        end = error_type(seen) or next(iter(ends), "")
+        end = next(iter(ends), "") if seen is None else ""
+        first_s = self._first_s - self._began_s if self._first_s else None
         service.metrics.ended(
             context.operation,
             context.model.name,
             pool="",
             began_s=self._began_s,
             first_s=self._first_s,
-            finish_reason=end if seen is None else "",
+            finish_reason=end,
             error_type=error_type(seen),
             source=self._source,
         )
         if usage is not None:
             service.metrics.used(context.tenant.name, usage, self._source)
-        first_s = self._first_s - self._began_s if self._first_s else None
         end_request(self._span, context.trace, seen, generation_attributes(usage, ends, first_s))
         request_log.write(
             context,
             seen,
             self._began_s,
             reuse=self._result,
-            finish_reason=end if seen is None else "",
-            ttft_s=round(self._first_s - self._began_s, 6) if self._first_s else None,
+            finish_reason=end,
+            ttft_s=round(first_s, 6) if first_s is not None else None,
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
         )

@@ -99,7 +99,7 @@ def table(path: Path) -> dict[str, Any]:
 
 
 class Configuration:
-    """Keys and rules, read at once and again whenever the file changes (``watch``).
+    """Keys and rules, read at once and again whenever the file at ``path``, if there is one, changes (``watch``).
 
     A reading that fails changes nothing: the last good one stays, the reason is logged once and stands in ``problem``.
     The first one raises it. ``changed`` is called after every good reading but the first, ``prepare`` before it takes
@@ -108,7 +108,7 @@ class Configuration:
     """
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
-        self._path, self._environ, self._pools = path, environ, pools
+        self.path, self._environ, self._pools = path, environ, pools
         self._seen: dict[Path, _Status | None] = {path: _status(path)} if path is not None else {}
         found = table(path) if path is not None else {}
         self._watch(found)
@@ -121,11 +121,6 @@ class Configuration:
         self._reloading = asyncio.Lock()
 
     @property
-    def path(self) -> Path | None:
-        """The file; None if there is none, and nothing to read again."""
-        return self._path
-
-    @property
     def policy(self) -> Policy:
         return self._reading.policy
 
@@ -135,7 +130,7 @@ class Configuration:
 
     def check(self, found: Mapping[str, Any]) -> None:
         """Raises InvalidArgument if the file could not hold this table."""
-        reading(str(self._path), found, self._environ, self._pools)
+        reading(str(self.path), found, self._environ, self._pools)
 
     @property
     def keyless(self) -> bool:
@@ -196,13 +191,13 @@ class Configuration:
         async with self._reloading:
             self._seen = {path: _status(path) for path in self._seen}
             try:
-                found = await asyncio.to_thread(table, self._path) if self._path is not None else {}
+                found = await asyncio.to_thread(table, self.path) if self.path is not None else {}
                 self._watch(found)
                 # Thousands of keys take a while to read, and streams must not stand still meanwhile.
-                new = await asyncio.to_thread(reading, str(self._path), found, self._environ, self._pools)
+                new = await asyncio.to_thread(reading, str(self.path), found, self._environ, self._pools)
                 if not new.keyed and not self.keyless and not self.stored_keys:
                     problem = "has no keys and issuers any more; a restart opens the gateway to everybody"
-                    raise InvalidArgument(str(self._path), problem)
+                    raise InvalidArgument(str(self.path), problem)
                 await asyncio.to_thread(self.prepare, new.policy)
             except InvalidArgument as exc:
                 if str(exc) != self.problem:
@@ -224,13 +219,13 @@ class Configuration:
             ("[reuse]", old.reuse, reading.policy.reuse),
         ):
             if before != after:
-                _LOG.warning("%s: %s changed and holds from the next start on", self._path, place)
+                _LOG.warning("%s: %s changed and holds from the next start on", self.path, place)
         _LOG.info("the configuration was read again")
         self.changed()
 
     def _watch(self, found: Mapping[str, Any]) -> None:
         """Watch the file and those with secrets that its table names, also those that are not there yet."""
-        watched = [self._path] if self._path is not None else []
+        watched = [self.path] if self.path is not None else []
         keys_file = self._environ.get(tenants.API_KEYS_FILE)
         for name in (*policy.secret_files(found), *([keys_file] if keys_file else [])):
             with contextlib.suppress(ValueError):  # a path that no file can have, which the reading refuses

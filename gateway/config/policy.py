@@ -29,7 +29,7 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**48)]
 _Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
-_Name = Annotated[str, Field(min_length=1, max_length=64)]
+_Name = Annotated[str, Field(pattern="^[ -~]{1,64}$")]  # also in headers
 _ReleaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]

@@ -135,7 +135,7 @@ def _finish(document: tomlkit.TOMLDocument, name: str, rules: ReleaseRules, shar
 def _rename(table: Any, old: str, new: str) -> None:
     """Replace a pool's name where models, tenants and targets name it."""
     for field, value in table.items():
-        if field == "pool" and value == old:
+        if field in ("pool", "pools") and value == old:
             table[field] = new
         elif field == "pools" and isinstance(value, list):
             table[field] = [new if pool == old else pool for pool in value if pool != new]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import ssl
@@ -64,24 +63,12 @@ def _url(text: str) -> str:
     return text
 
 
-def _urls(values: Mapping[str, str]) -> Mapping[str, str]:
-    for url in values.values():
-        _url(url)
-    return values
-
-
 def _pattern(text: str) -> str:
     try:
         re.compile(text, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError) as exc:
         raise ValueError(f"must be a regular expression, got {text!r:.200}: {exc}") from None
     return text
-
-
-def _policy(name: str) -> str:
-    if name not in _POLICIES:
-        raise ValueError(f"must be one of {', '.join(_POLICIES)}, got {name!r}")
-    return name
 
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -96,6 +83,10 @@ File = Annotated[AbsolutePath, AfterValidator(_existing)]
 SecretFile = Annotated[File | None, Allowed("a file with nothing else")]
 PemFile = Annotated[File | None, Allowed("a PEM file")]
 Pairs = Annotated[Mapping[str, str], NoDecode, BeforeValidator(_pairs)]
+Urls = Annotated[Mapping[str, Url], NoDecode, BeforeValidator(_pairs)]
+Weights = Annotated[
+    Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]], NoDecode, BeforeValidator(_pairs)
+]
 
 
 class Settings(EnvironmentSettings):
@@ -136,7 +127,7 @@ class Settings(EnvironmentSettings):
         description="replicas: `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT`, `file:///PATH`, or `registered`: none but "
         "those that register (docs/fleet.md), which join any list; several pools: `stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`",
     )
-    pool_weights: Annotated[Pairs, Allowed("NAME=NUMBER,NAME=NUMBER")] = Field(
+    pool_weights: Annotated[Weights, Allowed("NAME=NUMBER,NAME=NUMBER, numbers from 0 to 1e9")] = Field(
         default_factory=dict,
         description="shares of the pools, such as `stable=95,canary=5`; unset: equal shares; 0: pinned tenants only; "
         "section [pools] of the file wins",
@@ -148,12 +139,12 @@ class Settings(EnvironmentSettings):
     metrics_port: Port = Field(
         8002, description="the replicas' metrics are scraped from http://HOST:PORT/metrics; 0: not at all"
     )
-    metrics_urls: Annotated[Pairs, AfterValidator(_urls), Allowed("HOST:PORT=URL,HOST:PORT=URL")] = Field(
+    metrics_urls: Annotated[Urls, Allowed("HOST:PORT=URL,HOST:PORT=URL, each http://… or https://…")] = Field(
         default_factory=dict, description="metrics URLs of replicas that have them elsewhere"
     )
     metrics_interval_s: Seconds = Field(1.0, description="seconds between two metrics scrapes of a replica")
-    routing: Annotated[str, AfterValidator(_policy), Allowed(", ".join(_POLICIES))] = Field(
-        SCORED, description="routing policy"
+    routing: Annotated[str, Field(pattern=f"^({'|'.join(_POLICIES)})$"), Allowed(f"one of {', '.join(_POLICIES)}")] = (
+        Field(SCORED, description="routing policy")
     )
     slow_start_s: SecondsOrZero = Field(30.0, description="age in seconds from which a replica gets its full share")
     probe_interval_s: Seconds = Field(10.0, description="seconds between two health probes of a replica")
@@ -428,17 +419,8 @@ class Settings(EnvironmentSettings):
     @property
     def weights(self) -> dict[str, float]:
         """The share of each pool, by its name; in any unit."""
-        weights = {}
-        for pool in self.pools:
-            unset = "1" if not self.pool_weights and pool not in self.encoders else "0"
-            text = self.pool_weights.get(pool, unset)
-            try:
-                weights[pool] = float(text)
-            except ValueError:
-                weights[pool] = math.nan
-            if not 0 <= weights[pool] <= 1e9:
-                raise InvalidArgument(variable("pool_weights"), f"must be numbers from 0 to 1e9, got {pool}={text}")
-        return weights
+        equal = not self.pool_weights
+        return {pool: self.pool_weights.get(pool, float(equal and pool not in self.encoders)) for pool in self.pools}
 
     @property
     def shortest_timeout_s(self) -> float:

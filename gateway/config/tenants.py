@@ -86,7 +86,7 @@ class KeyTable:
 
     def has_admins(self) -> bool:
         """Return whether a key manages others."""
-        return any(tenant.administers for _, tenants in self.salted for _, tenant in tenants.values())
+        return any(tenant.administers for tenant in self._tenants(False))
 
     def pools(self, others: bool = False) -> set[str]:
         """Return the pools that tenants are pinned to. others: whether callers can have tokens or stored keys."""
@@ -125,8 +125,11 @@ class KeyTable:
 
     def named(self, key: str) -> Tenant | None:
         """Return the tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
-        known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
-        return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
+        return self._by_name.get(key)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Tenant]:
+        return {tenant.levels[-1].name: tenant for tenant in self._tenants(False)}
 
     def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
         """Return the tenant of a caller whose key is not in the file; None for an unknown team.
@@ -149,7 +152,7 @@ class KeyTable:
         while the gateway runs. others: as in ``pools``."""
         if not len(self) and not others:
             return name == Tenant().name
-        levels = {level.name for _, tenants in self.salted for _, one in tenants.values() for level in one.levels}
+        levels = {level.name for tenant in self._tenants(False) for level in tenant.levels}
         in_file = self.file is not None and (name in self.file.orgs or self.file.has(*(name.split("/") * 2)[:2]))
         return name in levels or in_file
 

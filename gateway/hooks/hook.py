@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
@@ -15,7 +14,7 @@ from contract.errors import TridentError, Unavailable
 from gateway.config.hooks import HookRules
 from gateway.config.tenant import Tenant
 from gateway.hooks import loading
-from gateway.hooks.runner import Runner
+from gateway.hooks.runner import Late, Runner
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _LOG = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class LoadedHook:
         except TridentError:
             result = "refused"
             raise
-        except asyncio.TimeoutError:
+        except Late:
             result, problem = "timeout", f"no answer within {self.rules.timeout_ms:g} ms"
         except WrongValue as exc:
             problem = str(exc)

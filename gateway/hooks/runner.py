@@ -21,6 +21,10 @@ from typing import Any
 HANG_S = 1.0  # after its time, or ten times its time where that is longer
 
 
+class Late(asyncio.TimeoutError):
+    """A call has not returned in its time."""
+
+
 class _Job:
     """One call.
 
@@ -65,7 +69,7 @@ class Runner:
             weakref.finalize(self, self._queue.put, None)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what the function returns. Raises: what it raises, and asyncio.TimeoutError if it is late."""
+        """Return what the function returns. Raises: what it raises, and Late."""
         job, task = _Job(lambda: function(*arguments)), None
         if inspect.iscoroutinefunction(function):
             task = asyncio.run_coroutine_threadsafe(job.run(), self._event_loop())
@@ -77,6 +81,8 @@ class Runner:
                 worker.start()
         try:
             value, error = await asyncio.wait_for(asyncio.wrap_future(job.result), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise Late from None
         finally:
             if not job.ended:
                 if task is not None:

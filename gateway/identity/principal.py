@@ -52,7 +52,7 @@ class Principal:
         return PermissionDenied(problem) if self.levels else Unauthenticated(f"{problem}, with their token")
 
 
-def of_tenant(tenant: Tenant, name: str = "") -> Principal:
-    """Return the principal of an authenticated tenant. name: "" for the key's."""
-    known = name or (f"key {tenant.levels[-1].name}" if tenant.levels else tenant.name)
-    return Principal("tenant_admin" if tenant.administers else "caller", known, tenant, tenant.administers)
+def of_tenant(tenant: Tenant) -> Principal:
+    """Return the principal of an authenticated tenant."""
+    name = f"key {tenant.levels[-1].name}" if tenant.levels else tenant.name
+    return Principal("tenant_admin" if tenant.administers else "caller", name, tenant, tenant.administers)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 _SILENT = frozenset(("title", "$schema", "$id", "$comment", "examples"))  # keywords of a schema that allow nothing else
-_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired"))
 _VALUES = frozenset(("const", "default", "enum", "required"))
 
 

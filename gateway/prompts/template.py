@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ _LEVELS = 254  # that orjson writes
 _UNSUITABLE: tuple[type[Exception], ...] = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 _UNSUITABLE += (AttributeError, RuntimeError, MemoryError, SyntaxError)
 Names = Annotated[tuple[str, ...], LIST]
+_Bound = Annotated[float, Field(allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 Part = Literal["system", "examples", "context", "user"]
 PARTS: tuple[Part, ...] = ("system", "examples", "context", "user")
@@ -50,8 +52,8 @@ class Variable(Rules):
     type: Literal["string", "integer", "number", "boolean", "enum", "list", "json"] = "string"
     values: Names = ()
     items: Literal["string", "integer", "number"] = "string"
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: _Bound | None = None
+    maximum: _Bound | None = None
     max_length: _Count = 100_000
     max_items: _Count = 1000
     default: Any = None
@@ -99,7 +101,8 @@ class Variable(Rules):
     def sample(self) -> Any:
         """Any allowed value: the example, else the default, else a short one of the type."""
         number = next((bound for bound in (self.minimum, self.maximum) if bound is not None), 1)
-        values: dict[str, Any] = {"integer": int(number), "number": number, "boolean": True, "list": [], "json": {}}
+        rounded = math.floor if self.minimum is None else math.ceil
+        values: dict[str, Any] = {"integer": rounded(number), "number": number, "boolean": True, "list": [], "json": {}}
         plain = self.values[0] if self.values else values.get(self.type, "…"[: self.max_length])
         return next((value for value in (self.example, self.default) if value is not None), plain)
 

@@ -46,17 +46,17 @@ class Overflow:
         """Set the targets. An unchanged upstream keeps its breaker, every one what it has spent; requests in flight
         continue."""
         assert self._session is not None, "start() comes first"
-        members, upstreams = {}, {}
+        members, upstreams = dict[str, tuple[str, ...]](), dict[str, Upstream]()
         for target, rules in targets.items():
-            named = {f"{target}/{name}" if name else target: endpoint for name, endpoint in rules.upstreams.items()}
-            members[target] = tuple(named)
-            unchanged = self._targets.get(target) == rules
-            for name, endpoint in named.items():
-                known = self._upstreams.get(name)
-                if known is None or not unchanged:
-                    kept = (self._breaker, self._budgets, self._totals)
-                    known = Upstream(self._session, name, endpoint, rules.model, *kept)
-                upstreams[name] = known
+            before = self._targets.get(target)
+            for name, endpoint in rules.upstreams.items():
+                full = f"{target}/{name}" if name else target
+                members[target] = (*members.get(target, ()), full)
+                if before is not None and before.model == rules.model and before.upstreams.get(name) == endpoint:
+                    upstreams[full] = self._upstreams[full]
+                    continue
+                kept = (self._breaker, self._budgets, self._totals)
+                upstreams[full] = Upstream(self._session, full, endpoint, rules.model, *kept)
         self._targets, self._upstreams, self._members = targets, upstreams, members
 
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:

@@ -48,6 +48,9 @@ class Registration(BaseModel):
     expected_s: Annotated[float | None, Field(ge=0, le=86_400, allow_inf_nan=False)] = None
 
 
+Entry = tuple[str, Registration, float]  # name, what, and when, on the machine's monotonic clock
+
+
 class Registrations:
     """The registered replicas of all pools, one at each address. Call ``check`` every second.
 
@@ -57,7 +60,7 @@ class Registrations:
 
     def __init__(self, joined: Callable[[str, str], None], left: Callable[[str, str], None]) -> None:
         self._joined, self._left = joined, left
-        self._entries: dict[str, tuple[str, Registration, float]] = {}  # name, what, and when, by address
+        self._entries: dict[str, Entry] = {}  # by address
         self._checked_s = 0.0
 
     def put(self, name: str, known: Registration) -> None:
@@ -71,6 +74,16 @@ class Registrations:
             self._left(before.pool, before.address)
         self._entries[known.address] = name, known, time.monotonic()
         (self._joined if known.state == "ready" else self._left)(known.pool, known.address)
+
+    def known(self) -> dict[str, Entry]:
+        """Return what is registered, by address, for ``learn`` of another process of this machine."""
+        return dict(self._entries)
+
+    def learn(self, known: dict[str, Entry]) -> None:
+        """Take over what another process knows; what was heard here is newer."""
+        for address, entry in known.items():
+            if self._entries.setdefault(address, entry) is entry and entry[1].state == "ready":
+                self._joined(entry[1].pool, address)
 
     def withdraw(self, name: str) -> bool:
         """Forget a replica; return whether it was known. It gets no request from now on."""

@@ -195,7 +195,7 @@ class Replicas:
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
-        self._public = _drawn(settings.weights)
+        self.public = _drawn(settings.weights)  # weights of the pools of requests that are not pinned
         self._groups: Mapping[str, Sequence[str]] = {}
         self.releases: Mapping[str, ReleaseRules] = {}  # whose candidates take a part of a pool's requests
         self._http: aiohttp.ClientSession | None = None
@@ -255,7 +255,7 @@ class Replicas:
         addresses: the source of each pool's replicas. weights: share of each.
         groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
         """
-        self._weights, self._groups, self._public = dict(weights), groups, _drawn(weights)
+        self._weights, self._groups, self.public = dict(weights), groups, _drawn(weights)
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
             retired.retire()
@@ -289,10 +289,6 @@ class Replicas:
     @property
     def pools(self) -> tuple[str, ...]:
         return tuple(self._sets)
-
-    def public(self) -> list[str]:
-        """Return the pools that requests of tenants without a pool of their own are sent to."""
-        return list(self._public)
 
     def suspect(self, url: str) -> None:
         """Take note that the breaker of a replica has opened in another process."""
@@ -345,7 +341,7 @@ class Replicas:
     def _shares(self, pinned: str) -> Mapping[str, float]:
         """Return the pools that a request may go to, with their shares: its group's, its own, or the public ones."""
         if pinned not in self._groups:
-            return {pinned: 1.0} if pinned else self._public
+            return {pinned: 1.0} if pinned else self.public
         shares = {pool: self._weights.get(pool, 0.0) for pool in self._groups[pinned]}
         return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 

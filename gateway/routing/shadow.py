@@ -25,16 +25,15 @@ from gateway.routing.replicas import Replicas
 
 _Result = TypeVar("_Result")
 Keep = Callable[[str, str | None], None]
-# agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
-# failed: the copy; unfinished: the original; full: no copy was made, too many run.
-RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 
 
 class Shadow:
     """Sends copies to other pools. ``close`` cancels those that run.
 
     rules: by the pool that serves the original; None: of all other pools. Changed at any time.
-    count: called with a copy's pool and its result. generated: called at the end of a copy as Metrics.generated.
+    count: called with a copy's pool and its result: agree, differ: the texts of a deterministic request; undetermined:
+        both are there and need not be equal; failed: the copy; unfinished: the original; full: no copy was made, too
+        many run. generated: called at the end of a copy as Metrics.generated.
     """
 
     def __init__(

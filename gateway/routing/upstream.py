@@ -197,7 +197,7 @@ class Upstream:
                     if data == b"[DONE]":
                         return
                     event = orjson.loads(data)
-                    if not isinstance(event, dict) or "error" in event:
+                    if not isinstance(event, dict) or event.get("error"):
                         raise EngineFailed(f"{self.name} failed midway: {_message(data)}")
                     yield event
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:

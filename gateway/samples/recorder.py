@@ -152,7 +152,8 @@ class Samples:
         self, requests: Sequence[GenerationRequest], context: RequestContext, error: TridentError, began_s: float
     ) -> None:
         """Record requests that were refused before generation. began_s: as of ``begin``."""
-        for choice, request in enumerate(requests if "refused" in self.rules.keep else ()):
+        reason = "failure" if error.http_status > Cancelled.http_status else "refused"
+        for choice, request in enumerate(requests if reason in self.rules.keep else ()):
             recording = self.begin(request, context, began_s)
             if recording is not None:
                 recording.choice, recording.error = choice, error
@@ -316,7 +317,7 @@ class Samples:
         limits = {"ttft_s": rules.ttft_s, "duration_s": rules.duration_s}
         slow = any(limit is not None and (end.get(name) or 0.0) > limit for name, limit in limits.items())
         reasons = [name for name, held in holds.items() if held and name in rules.keep] + ["slow"] * slow
-        return reasons or ["fraction"] * (bool(found) and self._rng.random() < rules.fraction)
+        return reasons or ["fraction"] * (self._rng.random() < rules.fraction)
 
     def _within_rate(self, tenant: str) -> bool:
         minute = int(time.monotonic() / 60)

@@ -186,7 +186,7 @@ class Metrics:
             self.calls.labels(pool, "error" if failed else "ok").inc()
 
     def copied(self, pool: str, result: str) -> None:
-        """Count a shadow copy that was sent to the pool. result: one of shadow.RESULTS."""
+        """Count a shadow copy that was sent to the pool. result: see Shadow."""
         self.outcomes.now(pool).copies[result] += 1
         self.shadow.labels(result).inc()
 

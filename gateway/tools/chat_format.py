@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import jinja2
 import orjson
 
 from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.config.policy import ModelRules
 from gateway.config.settings import Settings
+from python_backends.tokenizer.chat_template import sandbox
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3, MISTRAL = "hermes", "llama3", "mistral"
@@ -42,6 +44,11 @@ FAMILIES = {
     LLAMA3: Family("<|python_tag|>", "", "parameters", " \t\r\n;", bare=True),
     MISTRAL: Family("[TOOL_CALLS]", "", "arguments", " \t\r\n[,]"),
 }
+
+
+_LLAMA3_CALL = ('{"name": "', '"parameters": ')  # in templates that write calls without a marker
+_NO_JSON = ("<function=", "<arg_key>", "[ARGS]")  # in templates whose calls are no JSON objects between the markers
+_PROBE = [{"role": "user", "content": "?"}]
 
 
 @dataclass(frozen=True)
@@ -82,14 +89,19 @@ def _configured(tokenizer: Path | None, tools: str, reasoning: str) -> ChatForma
 def of_template(source: str) -> ChatFormat:
     """Return the format that a chat template's text shows."""
     families = [name for name, family in FAMILIES.items() if family.begin in source]
+    if not families and all(part in source for part in _LLAMA3_CALL):
+        families = [LLAMA3]
     if re.search(r"\btools\b", source) is None:
         tools = HERMES  # the tokenizer model describes the tools in this form
     else:
-        tools = families[0] if families and "<function=" not in source else NONE
-    prompt_end = source.rpartition("add_generation_prompt")[2]
-    if THINK in prompt_end and END_THINK not in prompt_end:
-        return ChatFormat(tools, OPEN)
-    return ChatFormat(tools, TAGGED if THINK in source or END_THINK in source else NONE)
+        tools = families[0] if families and not any(part in source for part in _NO_JSON) else NONE
+    if THINK not in source and END_THINK not in source:
+        return ChatFormat(tools)
+    try:
+        prompt = sandbox().from_string(source).render(messages=_PROBE, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError):  # it needs a chat of another form
+        prompt = ""
+    return ChatFormat(tools, OPEN if prompt.rstrip().endswith(THINK) else TAGGED)
 
 
 def _of_folder(folder: Path) -> ChatFormat:

@@ -26,6 +26,7 @@ class CutterRules:
     guided: a guide holds the output to the format by its text, so that a marker spelled by other tokens counts too.
     reasoning: whether reasoning sections are separated.
     drops_special: special tokens come as text, because markers are among them; the others are left out here.
+    begun: ids of the output that came before what is cut, so that it may begin in a section.
     """
 
     format: ChatFormat
@@ -34,9 +35,10 @@ class CutterRules:
     guided: bool = False
     reasoning: bool = False
     drops_special: bool = False
+    begun: tuple[int, ...] = ()
 
     def markers(self, vocabulary: Tokens) -> list[str]:
-        """Return the texts that begin or end something, longest first."""
+        """Return the texts that begin or end something."""
         family = self.format.family
         found = [family.begin, family.end] if family is not None and self.names else []
         found += [THINK, END_THINK] if self.reasoning else []
@@ -53,11 +55,15 @@ class Cutter:
         self._finder = MarkerFinder(rules.markers(vocabulary), vocabulary, not rules.drops_special)
         self._knows_ids = vocabulary.known
         opened = rules.reasoning and rules.format.reasoning == OPEN
-        self._state = _REASONING if opened else _TEXT
-        self._counting = opened
+        self._counting = self._trims = opened  # trims: blanks at the beginning of a section are left out
         self._reasoning_tokens = self._ids = self._characters = self._reasoning_characters = 0
+        for token_id in rules.begun:
+            markers = self._finder.read_id(token_id)
+            self._count(markers)
+            self._trims = bool(markers)
+        self._finder.forget()
+        self._state = _REASONING if self._counting else _TEXT
         self._passes = self._has_ids = False  # passes: the output was cut elsewhere
-        self._trims = opened  # blanks at the beginning of a section are left out
         self._blank = ""  # blanks that are part of the text if more of it follows
         self._gap = ""  # blanks that stood between two texts, which a section separates
         self._wrote = False  # there is text

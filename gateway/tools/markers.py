@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 
@@ -33,14 +34,23 @@ class Marker(NamedTuple):
     is_token: bool | None
 
 
+@lru_cache(maxsize=64)
+def _compiled(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """Return what finds the markers, longest first, and all their beginnings: there may be hundreds, as many as special
+    tokens."""
+    beginnings = (text[:size] for text in markers for size in range(1, len(text)))
+    return re.compile("|".join(map(re.escape, markers))), frozenset(beginnings)
+
+
 class MarkerFinder:
     """Split one output at its markers. skips_special: the text leaves out special tokens; no marker is one then."""
 
     def __init__(self, markers: Iterable[str], vocabulary: Tokens, skips_special: bool) -> None:
-        self._markers = sorted(markers, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
+        longest_first = tuple(sorted(markers, key=len, reverse=True))
+        self._pattern, self._beginnings = _compiled(longest_first)
+        self._longest = len(longest_first[0]) - 1
         self._vocabulary = vocabulary
-        self._by_id = {token: text for text in self._markers if (token := vocabulary.id(text)) is not None}
+        self._by_id = {token: text for text in longest_first if (token := vocabulary.id(text)) is not None}
         self._skipped = vocabulary.special if skips_special else frozenset()
         self._tokens = frozenset(self._by_id.values())
         self._found: defaultdict[str, deque[bool]] = defaultdict(deque)  # occurrences in the ids, not yet in the text
@@ -62,6 +72,10 @@ class MarkerFinder:
             if text in self._tokens:
                 self._found[text].append(False)
         return [Marker(text, False if text in self._tokens else None) for text in found]
+
+    def forget(self) -> None:
+        """Expect no text of the ids so far."""
+        self._found.clear()
 
     def feed(self, text: str) -> list[str | Marker]:
         """Return the text, split at its markers, that no later text changes."""
@@ -93,6 +107,5 @@ class MarkerFinder:
 
     def _may_begin(self, text: str) -> int:
         """Return how many characters at the end of the text may be the beginning of a marker."""
-        longest = min(len(text), len(self._markers[0]) - 1)
-        sizes: Sequence[int] = range(longest, 0, -1)
-        return next((size for size in sizes if any(marker.startswith(text[-size:]) for marker in self._markers)), 0)
+        longest = min(len(text), self._longest)
+        return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)

@@ -57,6 +57,10 @@ class _TritonError(Exception):
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         if not isinstance(message, str) or code not in range(8):
             raise TypeError(f"TritonError takes a text and one of its codes, not {message!r} and {code!r}")
+        try:
+            message.encode()
+        except UnicodeEncodeError as exc:
+            raise TypeError(f"TritonError takes text that UTF-8 can encode, not {message!r}") from exc
         super().__init__(message)
         self._code = code
 

@@ -17,7 +17,7 @@ class OpenAIUpstream:
     status: other than 200 refuses, with ``headers`` and ``error``, the body.
     hangs: nothing is ever answered. gap_s: between pieces.
     usage: whether it counts, or its counts. cut_after: after so many pieces the connection is dropped. broken_after:
-    after so many an error event comes."""
+    after so many an error event comes. more: fields of every other event."""
 
     texts: tuple[str | dict, ...] = (" from", " afar")
     status: int = 200
@@ -28,6 +28,7 @@ class OpenAIUpstream:
     usage: bool | dict = True
     cut_after: int | None = None
     broken_after: int | None = None
+    more: dict = field(default_factory=dict)
     seen: list[tuple[str, dict, dict]] = field(default_factory=list)  # (path, headers in lower case, body)
     running: int = 0
     url: str = ""
@@ -50,8 +51,8 @@ class OpenAIUpstream:
         return response
 
     async def _play(self, response: web.StreamResponse, chat: bool, request: web.Request) -> None:
-        async def say(event: object) -> None:
-            await response.write(b"data: %b\n\n" % json.dumps(event).encode())
+        async def say(event: dict) -> None:
+            await response.write(b"data: %b\n\n" % json.dumps(self.more | event).encode())
 
         for number, text in enumerate(self.texts):
             if number == self.cut_after:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 
 from contract.generation import FinishReason, TokenDelta
+from gateway.choices import ChoiceDelta
 
 
 class ScriptedSource:
     """``deltas`` at once, then it waits for ``go`` before the last of them if ``hold`` is set, then raises ``failure``
     if there is one."""
 
-    def __init__(self, deltas: Iterable[TokenDelta], *, hold: bool = False, failure: Exception | None = None) -> None:
+    def __init__(self, deltas: Iterable[ChoiceDelta], *, hold: bool = False, failure: Exception | None = None) -> None:
         self._deltas, self._failure = list(deltas), failure
         self.go = asyncio.Event()
         if not hold:
@@ -20,11 +21,11 @@ class ScriptedSource:
         self.closed = False
         self.opened = 0
 
-    def __call__(self) -> AsyncIterator[TokenDelta]:
+    def __call__(self) -> AsyncIterator[ChoiceDelta]:
         self.opened += 1
         return self._stream()
 
-    async def _stream(self) -> AsyncIterator[TokenDelta]:
+    async def _stream(self) -> AsyncIterator[ChoiceDelta]:
         try:
             for number, delta in enumerate(self._deltas):
                 if number == len(self._deltas) - 1:

@@ -182,3 +182,20 @@ async def test_it_says_to_people_where_it_is_and_what_to_try():
             gateway.send_signal(signal.SIGTERM)
             output = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
             assert "files" not in output  # 1000 requests at once need no more than are allowed here
+
+
+@pytest.mark.parametrize("command", [["new-key"], ["samples", "new-key"]])  # flushes itself; leaves it to the end
+def test_a_command_whose_reader_has_gone_ends_without_a_word(command: list[str]):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", *command], cwd=Path(__file__).parents[2], stdout=writer, stderr=-1, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+async def test_the_first_line_names_an_ipv6_address_as_urls_do():
+    async with FakeReplica(lambda seen: Script((" a",))) as replica, process(replica, HOST="::1") as (_, url):
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/health/live") as answer:
+            assert url.startswith("http://[::1]:") and answer.status == 200

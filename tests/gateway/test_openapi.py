@@ -97,3 +97,10 @@ def test_the_messages_that_the_schema_allows_are_those_that_are_accepted():
             except InvalidArgument:
                 accepted = False
             assert schema.is_valid(message) == accepted, message
+
+
+def test_the_parameters_of_usage_are_those_that_it_reads(tmp_path: Path):
+    paths = openapi.document(Settings(usage_db=str(tmp_path / "usage.db")))["paths"]
+    for path, more in (("/v1/usage", {"group_by"}), ("/v1/usage/requests", {"request_id", "limit", "after"})):
+        names = {parameter["name"] for parameter in paths[path]["get"]["parameters"]}
+        assert names == {"from", "to", "tenant", "model", "endpoint", "time_zone", "format", *more}

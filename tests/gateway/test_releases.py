@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from datetime import datetime
 
 import aiohttp
 import pytest
@@ -261,3 +262,26 @@ def test_what_the_candidate_did_before_its_release_is_not_counted():
     outcomes.now("b").requests, outcomes.now("b").errors = 100, 60
     releases.check(1005.0)
     assert stopped
+
+
+def test_a_release_of_other_pools_is_not_judged_by_what_the_pools_before_did():
+    outcomes = PoolOutcomes(lambda: 1000.0)
+    releases = Releases(outcomes, lambda name, reason: None)
+
+    def happen(pool: str) -> None:
+        for _ in range(50):
+            outcomes.now(pool).requests += 1
+            outcomes.now(pool).first.add(0.1)
+
+    def burns(check_s: float, **fields: object) -> dict:
+        releases.change({"r": ReleaseRules(**{"stable": "a", "candidate": "b", "weight": 100} | fields)})
+        releases.check(check_s)
+        return releases.judged()[0][2].burns
+
+    happen("a")
+    happen("b")
+    assert "first_token" in burns(1000.0)
+    assert burns(2000.0, weight=0, started=datetime(2026, 1, 1)) == {}  # nothing of this start yet
+    happen("b")
+    assert "first_token" in burns(3000.0, started=datetime(2026, 1, 1))  # beside the same stable pool
+    assert "first_token" not in burns(4000.0, stable="c")  # of which nothing is known

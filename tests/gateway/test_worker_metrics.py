@@ -94,3 +94,13 @@ def test_the_cost_of_a_token_counts_the_tokens_of_all():
     merged.read(1, page(0, 0, [], cost=3.0))  # 10 for 3333 tokens
     merged.read(2, page(0, 0, [], cost=0.0))
     assert samples(merged.page().decode())["trident_gateway_cost_per_1000_tokensUSD"] == 2.0
+
+
+def test_a_counter_began_when_it_did_in_the_first_worker():
+    merged, pages = WorkerMetrics(), [page(1, 0, []), page(1, 0, [])]
+    for number, one in enumerate(pages):
+        merged.read(number, one)
+    found, each = samples(merged.page().decode()), [samples(one) for one in pages]
+    names = [name for name in each[0] if "_created" in name]
+    assert len(names) == 3
+    assert all(found[name] == min(one[name] for one in each) for name in names)

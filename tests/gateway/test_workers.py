@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import grpc
 import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -238,6 +239,71 @@ async def test_a_replica_that_registers_at_one_worker_is_known_to_all_and_so_is_
             assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(9)))] == [200] * 9
             await admin(url, "DELETE", "replicas/one")
             await eventually(lambda: registered([]))
+
+
+async def test_a_worker_that_was_started_again_knows_registered_replicas_and_rollbacks(tmp_path: Path):
+    token, config = tmp_path / "token", tmp_path / "gateway.toml"
+    token.write_text(TOKEN)
+    config.write_text('[releases.r]\nstable = "stable"\ncandidate = "next"\nweight = 100\n')
+    (tmp_path / f".{config.name}.{socket.gethostname()}").mkdir()  # so that no rollback can be written into the file
+
+    async def admin(url: str, method: str, path: str, body: dict) -> None:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKEN}"}) as session:
+            async with session.request(method, f"{url}/admin/{path}", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+
+    async with FakeReplica(lambda seen: Script((" a",))) as stable, FakeReplica(lambda seen: Script((" a",))) as other:
+        pools = {"stable": stable, "next": other}
+        where = ";".join(f"{pool}=registered" for pool in pools)
+        settings = {"ADMIN_TOKEN_FILE": str(token), "CONFIG": str(config), "REPLICAS": where}
+        async with process(stable, WORKERS="2", **settings, **QUIET) as (gateway, url):
+            monitoring = await monitoring_url(gateway)
+            for pool, replica in pools.items():
+                await admin(url, "PUT", f"replicas/{pool}", {"address": replica.url, "pool": pool, "lease_s": 60})
+            await admin(url, "POST", "releases/r", {"action": "rollback"})
+            await eventually(lambda: all_equal(8, lambda: post(url), lambda answer: answer[0] == 200))
+            killed, before = children(gateway.pid)[0], other.counts.started
+            os.kill(killed, signal.SIGKILL)
+
+            async def replaced() -> bool:
+                up = re.findall(r"^trident_gateway_worker_up.* (\S+)$", await metrics(monitoring), re.MULTILINE)
+                return up == ["1.0", "1.0"] and killed not in children(gateway.pid)
+
+            await eventually(replaced)
+            assert {(await post(url))[0] for _ in range(40)} == {200}  # half of them at the new one
+            assert other.counts.started == before
+
+
+class NeverAnswers(grpc.GenericRpcHandler):
+    """A replica that takes calls. calls: so many."""
+
+    calls = 0
+
+    def service(self, handler_call_details):
+        async def wait(request, context):
+            self.calls += 1
+            await asyncio.Event().wait()
+
+        return grpc.unary_unary_rpc_method_handler(wait)
+
+
+async def test_a_worker_that_starts_again_gets_no_connection_before_it_serves(tmp_path: Path):
+    listed, hung, server = tmp_path / "replicas", NeverAnswers(), grpc.aio.server()
+    server.add_generic_rpc_handlers((hung,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with FakeReplica(lambda seen: Script((" a",))) as replica:
+        listed.write_text(replica.url)
+        settings = {"REPLICAS": f"file://{listed}", "PROBE_TIMEOUT_S": "20", "WORKERS": "2"}
+        async with process(replica, **settings, **QUIET) as (gateway, url):
+            (tmp_path / "new").write_text(f"{replica.url}\n127.0.0.1:{port}\n")
+            (tmp_path / "new").rename(listed)
+            await until(lambda: hung.calls == 2, 60.0)
+            os.kill(children(gateway.pid)[0], signal.SIGKILL)
+            await until(lambda: hung.calls == 3, 60.0)  # the new one waits for its first probes
+            ends = await asyncio.wait_for(asyncio.gather(*(post(url) for _ in range(20))), 10)
+            assert [status for status, _ in ends] == [200] * 20
+    await server.stop(None)
 
 
 async def test_a_key_holds_and_ends_in_every_worker(tmp_path: Path):

@@ -92,6 +92,15 @@ def dashboard_queries() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
+def test_counts_are_not_shown_as_percent():
+    for panel in panels():
+        defaults, overrides = panel["fieldConfig"]["defaults"], panel["fieldConfig"]["overrides"]
+        apart = {one["matcher"]["options"] for one in overrides for item in one["properties"] if item["id"] == "unit"}
+        for target in panel["targets"]:
+            counts = "increase(" in target["expr"] and "/" not in target["expr"]
+            assert not counts or defaults["unit"] != "percentunit" or target["refId"] in apart, panel["title"]
+
+
 def queries() -> list[str]:
     return [rule["expr"] for rule in rules()] + dashboard_queries()
 

@@ -11,6 +11,7 @@ from gateway.api.picker.request import FRAME
 
 # A text that quotes these names has a backslash in front of each quotation mark.
 _TOLD = re.compile(rb'(?<!\\)"(?:num_)?(prompt|input|completion|output)_tokens"\s*:\s*(\d+)[,}\s]')
+_EVENT = re.compile(rb"\ndata: ?\{")  # JSON escapes the line ends in texts
 _LONGEST_MATCH = 64
 _INPUT = (b"prompt", b"input")
 
@@ -25,7 +26,7 @@ class ResponseUsage:
     def __init__(self, request: GenerationRequest, content_type: str) -> None:
         self._reader = ResponseReader(request) if content_type.startswith("application/grpc") else None
         self._events = content_type.startswith("text/event-stream")
-        self._kept = b""
+        self._kept = b"\n" if self._events else b""
         self._input = self._output = 0  # as the endpoint told them
         self.tokens = 0
         self.cached_tokens: int | None = None
@@ -38,11 +39,12 @@ class ResponseUsage:
 
     def feed(self, data: bytes) -> None:
         """Read the next bytes."""
+        known = len(self._kept)
         self._kept += data
         if self._reader is not None:
             self._read_frames(self._reader)
             return
-        self.tokens += data.count(b"data:") - data.count(b"data: [DONE]") if self._events else 0
+        self.tokens += sum(event.end() > known for event in _EVENT.finditer(self._kept)) if self._events else 0
         for match in _TOLD.finditer(self._kept):
             count = int(match[2])
             if match[1] in _INPUT:  # Triton's events have 0 before the last

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from contract.errors import InvalidArgument, TridentError
-from gateway.api import error_responses
+from contract.errors import InvalidArgument
 from gateway.api.chat import ChatFormatter
-from gateway.api.openai_http import JSON, OpenAIEndpoint
+from gateway.api.openai_http import JSON, OpenAIEndpoint, counted_route
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.responses.events import ResponseEvents, ResponseFold
 from gateway.api.responses.items import plain_items
@@ -83,23 +82,25 @@ class ResponsesEndpoint(OpenAIEndpoint):
         await response.respond(200, [*headers(), JSON], orjson.dumps(fold.response))
 
     def routes(self) -> list[Route]:
+        stored = partial(counted_route, self._service, OPERATION)
         return [
             Route("/v1/responses", self, methods=["POST"]),
-            self._route("/v1/responses/{id}", GET=self._get, DELETE=self._delete),
-            self._route("/v1/responses/{id}/input_items", GET=self._input_items),
+            stored("/v1/responses/{id}", GET=self._get, DELETE=self._delete),
+            stored("/v1/responses/{id}/input_items", GET=self._input_items),
         ]
 
-    async def _get(self, request: Request, tenant: str) -> bytes:
+    async def _get(self, request: Request, tenant: Tenant) -> Any:
         _check_query(request)
-        return await asyncio.to_thread(self._store.get, tenant, request.path_params["id"])
+        body = await asyncio.to_thread(self._store.get, tenant.name, request.path_params["id"])
+        return Response(body, media_type="application/json")
 
-    async def _delete(self, request: Request, tenant: str) -> bytes:
+    async def _delete(self, request: Request, tenant: Tenant) -> Any:
         _check_query(request)
         response_id = request.path_params["id"]
-        await asyncio.to_thread(self._store.delete, tenant, response_id)
-        return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+        await asyncio.to_thread(self._store.delete, tenant.name, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
-    async def _input_items(self, request: Request, tenant: str) -> bytes:
+    async def _input_items(self, request: Request, tenant: Tenant) -> Any:
         _check_query(request, "limit", "order", "after")
         query = request.query_params
         order, limit, after = query.get("order", "desc"), query.get("limit", str(LISTED)), query.get("after")
@@ -107,7 +108,7 @@ class ResponsesEndpoint(OpenAIEndpoint):
             raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
         if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_LISTED:
             raise InvalidArgument("limit", f"must be an integer from 1 to {MAX_LISTED}, got {limit!r:.50}")
-        items = await asyncio.to_thread(self._store.inputs, tenant, request.path_params["id"])
+        items = await asyncio.to_thread(self._store.inputs, tenant.name, request.path_params["id"])
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -117,22 +118,7 @@ class ResponsesEndpoint(OpenAIEndpoint):
             items = items[places[-1] + 1 :]
         page = items[: int(limit)]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return orjson.dumps({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
-
-    def _route(self, path: str, **handlers: Callable[[Request, str], Awaitable[bytes]]) -> Route:
-        """Return the route of a path. handlers: by HTTP method."""
-
-        async def endpoint(request: Request) -> Response:
-            handler = handlers["GET" if request.method == "HEAD" else request.method]
-            try:
-                tenant = await self._service.tenant(request.headers)
-                response = Response(await handler(request, tenant.name), media_type="application/json")
-            except TridentError as error:
-                response = error_responses.response(*error_responses.http(error))
-            self._service.metrics.requests.labels("http", OPERATION, response.status_code).inc()
-            return response
-
-        return Route(path, endpoint, methods=list(handlers))
+        return {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
 
 
 def _response_id(stream: ResponseDeltas, context: RequestContext) -> str:

@@ -158,3 +158,11 @@ async def test_while_the_gateways_pages_are_away_every_call_tells_what_was_known
         await asyncio.gather(deciding, return_exceptions=True)
         await channel.close()
         await server.stop(0)
+
+
+async def test_it_listens_at_an_ipv6_address(decided: Decided):
+    decided.wants(2)
+    server, port = await external_scaler.start(decided, "::1", 0)
+    async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
+        assert [value.metricValue for value in (await Keda(channel).metrics()).metricValues] == [2]
+    await server.stop(None)

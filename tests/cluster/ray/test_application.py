@@ -70,3 +70,10 @@ def test_the_file_for_a_cluster_names_what_is_there():
         pkgutil.resolve_name(name)
     inspect.signature(TokensPolicy).bind(**policy["policy_kwargs"])
     assert app["name"] == application.APPLICATION and deployment["name"] == TritonReplica.__name__
+
+
+def test_the_example_reads_the_load_of_every_gateway_that_its_replicas_register_at():
+    [app] = yaml.safe_load(application.FILE.read_text("utf-8"))["applications"]
+    policy = app["deployments"][0]["autoscaling_config"]["policy"]["policy_kwargs"]
+    gateways = app["args"]["register"].rpartition(":")[0]
+    assert gateways.startswith("dns:///") and [url.rpartition(":")[0] for url in policy["gateways"]] == [gateways]

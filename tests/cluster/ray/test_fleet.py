@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import pytest
 
 from cluster import __main__ as command
 from cluster.ray import fleet
-from contract.errors import Unavailable
+from cluster.ray.application import checked
+from contract.errors import InvalidArgument, Unavailable
 from tests.cluster.ray.running import PYTHON, Running
 from tests.stream_load import Load
 
@@ -47,6 +50,52 @@ def test_tokens_are_for_their_owner_alone_and_stay(tmp_path):
 
 def test_a_gateway_that_does_not_answer_names_no_replica():
     assert fleet.registered("127.0.0.1:1", "token") == {}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "problem"),
+    [
+        ({"min": 0, "max": 0}, "max: must be at least 1, got 0"),
+        ({"min": 3, "max": 2}, "min: must be at least 0 and at most max, 2, got 3"),
+        ({"min": 1, "max": 1, "scaling": "/none-such.toml"}, "/none-such.toml: must be a file that can be read"),
+    ],
+)
+def test_bounds_and_rules_that_cannot_be_are_named(bounds, problem):
+    arguments = {"engine": "demo", "register": "127.0.0.1:1", "token_file": "/token"}
+    with pytest.raises(InvalidArgument, match=problem):
+        fleet.Fleet("", "", arguments, **bounds).check()
+
+
+def test_an_interpreter_that_is_not_there_is_named():
+    arguments = {"engine": "demo", "register": "127.0.0.1:1", "token_file": "/token", "python": "/none-such"}
+    with pytest.raises(InvalidArgument, match="python: must be an interpreter that can be run, got '/none-such'"):
+        fleet.Fleet("", "", arguments, 1, 1).check()
+
+
+def test_a_variable_of_the_servers_has_a_name_and_a_value(capsys):
+    for words in (["NAME"], ["=value"]):
+        with pytest.raises(SystemExit):
+            command.main(["fleet", "--environ", *words])
+        assert f"must be NAME=VALUE, got '{words[0]}'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_gateway_may_have_any_ports_and_is_asked_without_a_proxy(tmp_path, monkeypatch):
+    for name in ("HTTP_PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"TRIDENT_GATEWAY_{name}", "0")
+    token = fleet._token(tmp_path / "token")
+    arguments = {"engine": "demo", "register": "127.0.0.1:1", "token_file": str(token)}
+    with fleet._gateway(token, checked(arguments)) as (process, http, metrics):
+        with urllib.request.urlopen(metrics) as page:
+            assert b"trident_gateway_pool_ready" in page.read()
+        headers = {"authorization": f"Bearer {token.read_text()}"}
+        body = json.dumps({"address": "127.0.0.1:1", "state": "starting"}).encode()
+        beat = urllib.request.Request(f"http://{http}/admin/replicas/one", body, headers, method="PUT")
+        urllib.request.urlopen(beat).close()
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is not to get the token
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the proxies
+        assert fleet.registered(http, token.read_text()) == {"127.0.0.1:1": "starting"}
+    process.stdout.close()
 
 
 @pytest.fixture(scope="module")

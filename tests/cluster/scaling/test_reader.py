@@ -200,15 +200,27 @@ async def test_every_address_of_a_name_is_a_gateway(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["no-such-name.invalid", "a..b"])
-async def test_a_name_that_never_resolves_is_unknown(name: str):
+async def test_a_name_that_never_resolves_is_unknown_and_logged_once(name: str, caplog: pytest.LogCaptureFixture):
     reader = Reader([f"dns:///{name}:9002"])
     async with session() as http:
-        await reader.read(http)
+        for _ in range(3):
+            await reader.read(http)
+    assert len([record for record in caplog.records if "does not resolve" in record.message]) == 1
     assert reader.load("main") is None and "has not resolved" in str(reader.problems())
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:9002", "ftp://host/x", "http://", "dns:///name", "dns:///:1", "dns:///a:0", "http://h:x/"]
+    "url",
+    [
+        "localhost:9002",
+        "ftp://host/x",
+        "http://",
+        "dns:///name",
+        "dns:///:1",
+        "dns:///a:0",
+        "http://h:x/",
+        "http://h:0/",
+    ],
 )
 def test_wrong_addresses_are_named(url: str):
     with pytest.raises(InvalidArgument, match="must be http://HOST:PORT/metrics or dns:///NAME:PORT, got"):

@@ -42,6 +42,15 @@ async def test_openais_client_gets_numbers_from_base64_and_as_they_are():
             assert refused.value.param == "input.1"
 
 
+async def test_the_response_tells_the_model_and_the_class_that_serve_it():
+    table = '[models.small-1]\npools = ["small"]\naliases = ["text-embedding-3-small"]\n[classes.late]\npriority = 7\n'
+    async with EncoderReplica() as replica, gateway(config=config(replica, more=table)) as running:
+        body = {"model": "text-embedding-3-small", "input": "a"}
+        status, headers, answer = await running.post("/v1/embeddings", body, x_trident_class="late")
+        assert status == 200 and answer["model"] == headers["x-trident-model"] == "small-1"
+        assert headers["x-trident-class"] == "late"
+
+
 def test_base64_is_of_little_endian_f32():
     found = answer(
         EmbeddingsRequest, EncodedRows(np.array([[1.5, -2.0]], "<f4"), 3, {}), input="a", encoding_format="base64"

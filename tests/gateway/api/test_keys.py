@@ -117,6 +117,16 @@ async def test_tenant_admins_manage_their_own_and_cannot_rise(settings):
     assert len(refusals) == 6 + 4 + 2 + 1 and refusals[-2]["role"] == "none"
 
 
+async def test_the_id_of_an_ended_key_is_no_way_to_the_key_of_its_name_that_holds_now(settings):
+    async with gateway(config=CONFIG, **settings, replicas="registered") as running:
+        team = (await ask(running, TOKEN, name="acme/research/lead", role="team_admin"))[1]["key"]
+        old = (await ask(running, TOKEN, name=NAME))[1]
+        assert (await ask(running, TOKEN, f"/{old['id']}", action="revoke"))[0] == 200
+        assert (await ask(running, TOKEN, name=NAME, role="org_admin"))[0] == 200
+        for target, status in ((old["id"], 404), (NAME, 403)):
+            assert (await ask(running, team, f"/{target}", action="rotate"))[0] == status
+
+
 @pytest.mark.slow
 async def test_two_gateways_share_keys_in_redis(settings, redis_socket):
     settings |= {"key_store": "redis", "redis": f"unix://{redis_socket}"}

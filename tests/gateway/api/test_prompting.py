@@ -238,6 +238,18 @@ async def test_a_summary_stands_in_place_of_what_is_left_out(caplog):
 
 
 @pytest.mark.slow
+async def test_what_a_model_thought_is_no_part_of_its_summary():
+    rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24'
+    script = Script(("<think>", "They met twice.", "</think>", "\n\nThey", " met."))
+    async with serving(rules, script, reasoning_format="tagged") as (main, _, running):
+        status, headers, _ = await running.post(
+            "/v1/chat/completions", {"model": "demo", "messages": LONG, "max_tokens": 20}
+        )
+        assert status == 200 and noted(headers)["policy"] == "summarise"
+        assert said(main)[0][1].endswith("Summary of the earlier conversation:\nThey met.")
+
+
+@pytest.mark.slow
 async def test_without_a_summary_in_time_the_turns_are_left_out():
     rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24\nsummary_timeout_s = 0.2'
     async with serving(rules, Script((" late",), first_token_s=30.0)) as (main, small, running):

@@ -249,6 +249,8 @@ def test_a_model_whose_form_of_calls_is_unknown_has_no_tools() -> None:
         held(chat(tools=[TOOL]), ChatFormat("none"))
     _, rules = held(chat(), ChatFormat("none", "open"))
     assert rules is not None and rules.reasoning and not rules.names
+    _, rules = held(chat(continue_ids=[5, 6]), ChatFormat("none", "open"))
+    assert rules is not None and rules.begun == (5, 6)
 
 
 def test_a_marker_that_is_special_comes_as_text_unless_the_caller_wants_all_of_them() -> None:

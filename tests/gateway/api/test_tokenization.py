@@ -73,6 +73,8 @@ def test_a_chat_is_rendered_and_gets_special_tokens_only_when_asked(model: Model
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ({"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "nonsense": 1}, "nonsense"),
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({"messages": CHAT, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
         (
@@ -132,6 +134,15 @@ async def test_the_endpoints_need_no_replica_and_run_beside_each_other() -> None
         status, _, body = await running.post("/tokenize", {"prompt": "a"})
         assert status == 404 and "no tokenizer of this model" in body["error"]["message"]
         assert (await running.get("/tokenizer_info"))[0] == 404
+
+
+async def test_without_a_model_it_is_the_first_of_the_table() -> None:
+    config = f'[models.first]\npools = [""]\ntokenizer = "{DEMO}"\n[models.second]\npools = [""]\n'
+    async with gateway(config=config) as running:
+        for path, body in (("/tokenize", {"prompt": "word"}), ("/detokenize", {"tokens": [1]})):
+            status, _, answer = await running.post(path, body)
+            assert status == 200, answer
+        assert (await running.get("/tokenizer_info"))[0] == 200
 
 
 async def info(running: Running) -> dict[str, Any]:

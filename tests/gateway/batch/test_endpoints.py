@@ -90,6 +90,18 @@ async def test_a_batch_goes_from_file_to_file(tmp_path: Path):
             assert one["response"]["body"]["object"] == "chat.completion"
             assert one["response"]["body"]["choices"][0]["message"]["content"] == f" word{n}" * 3
         assert done.usage.output_tokens == 60 and len(replica.seen) == 20
+        assert done.usage.output_tokens_details.reasoning_tokens == 0
+
+
+async def test_a_batch_tells_how_much_of_its_output_was_reasoning(tmp_path: Path):
+    script = Script(("<think>", *(" perhaps",) * 8, "</think>", "yes"))
+    async with (
+        FakeReplica(lambda seen: script) as replica,
+        gateway(replica, batch_db=tmp_path / "b", reasoning_format="tagged") as running,
+        client(running) as ask,
+    ):
+        done = await over(ask, (await made(ask, jsonl(chat("one"), chat("two")))).id)
+        assert done.usage.output_tokens_details.reasoning_tokens > 0
 
 
 async def test_what_one_line_asks_wrongly_fails_alone(tmp_path: Path):

@@ -215,6 +215,18 @@ def test_what_was_kept_long_enough_goes(tmp_path: Path, clock):
         )
 
 
+def test_a_database_of_before_reasoning_was_counted_goes_on(tmp_path: Path):
+    store = BatchStore(tmp_path / "b")
+    batch, [line] = begun(store, 1)
+    store.close()
+    with sqlite3.connect(tmp_path / "b") as db:
+        db.execute("ALTER TABLE batches DROP COLUMN reasoning_tokens")
+    store = BatchStore(tmp_path / "b")
+    assert store.finish_line(line, True, b"{}", 5, 1, 4, 3)
+    found = store.batch("a", batch.id)
+    assert (found.input_tokens, found.cached_tokens, found.output_tokens, found.reasoning_tokens) == (5, 1, 4, 3)
+
+
 def test_a_database_that_cannot_be_used_is_named(tmp_path: Path):
     (tmp_path / "text").write_text("this is no database, and long enough to be looked at as one")
     with pytest.raises(InvalidArgument, match="text: must be usable"):

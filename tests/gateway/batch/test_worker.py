@@ -32,7 +32,8 @@ from gateway.request_context import RequestContext
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import until
 
-DONE = {"object": "text_completion", "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 1}}
+DONE = {"object": "text_completion", "usage": USAGE}
 CALM = Signals()
 
 
@@ -96,7 +97,7 @@ async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch
         await until(over(store, batch))
     done = store.batch("a", batch.id)
     assert (done.total, done.completed, done.failed) == (300, 300, 0)
-    assert (done.input_tokens, done.output_tokens) == (600, 900)
+    assert (done.input_tokens, done.output_tokens, done.reasoning_tokens) == (600, 900, 300)
     assert {(one.tenant.name, one.tenant.priority, one.operation) for one in contexts} == {
         ("a", LOWEST_PRIORITY, "batch")
     }

@@ -9,9 +9,15 @@ from collections.abc import AsyncIterator
 import pytest
 
 from contract.errors import Cancelled, EngineFailed, Overloaded
-from contract.generation import TokenDelta
+from contract.generation import FinishReason
 from gateway.cache.coalescing import Coalescer, SharedStream, size_bytes
-from tests.gateway.scripted_source import ScriptedSource, words
+from gateway.choices import ChoiceDelta
+from tests.gateway import scripted_source
+from tests.gateway.scripted_source import ScriptedSource
+
+
+def words(count: int, end: FinishReason | None = FinishReason.STOP) -> list[ChoiceDelta]:
+    return [ChoiceDelta(0, delta) for delta in scripted_source.words(count, end)]
 
 
 async def _settle() -> None:
@@ -19,16 +25,16 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-async def _all(reader: AsyncIterator[TokenDelta]) -> list[TokenDelta]:
+async def _all(reader: AsyncIterator[ChoiceDelta]) -> list[ChoiceDelta]:
     return [delta async for delta in reader]
 
 
 async def test_many_readers_share_one_stream_and_each_gets_all_of_it() -> None:
-    coalescer, source, script = Coalescer(size_bytes), None, words(40)
+    coalescer, source, script = Coalescer(), None, words(40)
     source = ScriptedSource(script, hold=True)
     rng = random.Random(2)
 
-    async def read(reader: AsyncIterator[TokenDelta]) -> list[TokenDelta]:
+    async def read(reader: AsyncIterator[ChoiceDelta]) -> list[ChoiceDelta]:
         seen = []
         async for delta in reader:
             seen.append(delta)
@@ -46,14 +52,14 @@ async def test_many_readers_share_one_stream_and_each_gets_all_of_it() -> None:
 
 
 async def test_other_keys_and_finished_streams_are_not_joined() -> None:
-    coalescer, source = Coalescer(size_bytes), ScriptedSource(words(3))
+    coalescer, source = Coalescer(), ScriptedSource(words(3))
     await asyncio.gather(_all(coalescer.follow("a", source)), _all(coalescer.follow("b", source)))
     await _all(coalescer.follow("a", source))
     assert source.opened == 3
 
 
 async def test_one_who_leaves_takes_nothing_from_the_others() -> None:
-    coalescer, script = Coalescer(size_bytes), words(5)
+    coalescer, script = Coalescer(), words(5)
     source = ScriptedSource(script, hold=True)
     stays, leaves = coalescer.follow("k", source), coalescer.follow("k", source)
     assert await anext(leaves) == script[0]
@@ -66,7 +72,7 @@ async def test_one_who_leaves_takes_nothing_from_the_others() -> None:
 
 
 async def test_a_reader_cancelled_while_it_waits_has_left() -> None:
-    coalescer, source = Coalescer(size_bytes), ScriptedSource(words(1), hold=True)
+    coalescer, source = Coalescer(), ScriptedSource(words(1), hold=True)
     task = asyncio.ensure_future(_all(coalescer.follow("k", source)))
     await _settle()
     task.cancel()
@@ -77,7 +83,7 @@ async def test_a_reader_cancelled_while_it_waits_has_left() -> None:
 
 
 async def test_the_last_one_to_leave_frees_the_engine_and_the_next_begins_anew() -> None:
-    coalescer, source = Coalescer(size_bytes), ScriptedSource(words(5), hold=True)
+    coalescer, source = Coalescer(), ScriptedSource(words(5), hold=True)
     one, other = coalescer.follow("k", source), coalescer.follow("k", source)
     await anext(one)
     await one.aclose()
@@ -91,14 +97,14 @@ async def test_the_last_one_to_leave_frees_the_engine_and_the_next_begins_anew()
 
 
 async def test_leaving_before_the_stream_took_its_first_step_cleans_up() -> None:
-    coalescer, source = Coalescer(size_bytes), ScriptedSource(words(5))
+    coalescer, source = Coalescer(), ScriptedSource(words(5))
     await coalescer.follow("k", source).aclose()
     await _settle()
     assert len(coalescer) == 0
 
 
 async def test_a_failure_reaches_every_reader_after_what_came_before_it() -> None:
-    stream = SharedStream(ScriptedSource(words(3, None), failure=EngineFailed("broke"))(), size=size_bytes)
+    stream = SharedStream(ScriptedSource(words(3, None), failure=EngineFailed("broke"))())
     readers = [stream.follow() for _ in range(3)]
     for reader in readers:
         for delta in words(3, None):
@@ -111,8 +117,8 @@ async def test_a_failure_reaches_every_reader_after_what_came_before_it() -> Non
 async def test_the_log_is_bounded_and_who_is_too_slow_is_told() -> None:
     script = words(100)
     source = ScriptedSource(script)
-    bound = 10 * size_bytes(script[0])
-    stream = SharedStream(source(), max_bytes=bound, size=size_bytes)
+    bound = 10 * size_bytes(script[0].delta)
+    stream = SharedStream(source(), max_bytes=bound)
     slow, fast = stream.follow(), asyncio.ensure_future(_all(stream.follow()))
     assert await fast == script
     assert stream.bytes <= bound and len(stream) == 100 and not stream.joinable and not stream.complete
@@ -124,7 +130,7 @@ async def test_the_log_is_bounded_and_who_is_too_slow_is_told() -> None:
 async def test_when_all_readers_are_behind_the_engine_waits_for_the_fastest() -> None:
     script = words(100)
     source = ScriptedSource(script)
-    stream = SharedStream(source(), max_bytes=10 * size_bytes(script[0]), size=size_bytes)
+    stream = SharedStream(source(), max_bytes=10 * size_bytes(script[0].delta))
     reader = stream.follow()
     await _settle()
     await _settle()
@@ -134,7 +140,7 @@ async def test_when_all_readers_are_behind_the_engine_waits_for_the_fastest() ->
 
 async def test_a_stream_that_is_waited_for_is_cancelled_when_its_last_reader_leaves() -> None:
     source = ScriptedSource(words(100))
-    stream = SharedStream(source(), max_bytes=1, size=size_bytes)
+    stream = SharedStream(source(), max_bytes=1)
     reader = stream.follow()
     await _settle()
     await reader.aclose()
@@ -144,18 +150,18 @@ async def test_a_stream_that_is_waited_for_is_cancelled_when_its_last_reader_lea
 
 async def test_what_all_have_read_is_kept_for_others_only_so_far() -> None:
     script = words(100)
-    stream = SharedStream(ScriptedSource(script, hold=True)(), keep_bytes=10 * size_bytes(script[0]), size=size_bytes)
+    stream = SharedStream(ScriptedSource(script, hold=True)(), keep_bytes=10 * size_bytes(script[0].delta))
     reader = stream.follow()
     assert [await anext(reader) for _ in range(99)] == script[:99]
-    assert stream.bytes <= 11 * size_bytes(script[0]) and not stream.joinable
+    assert stream.bytes <= 11 * size_bytes(script[0].delta) and not stream.joinable
     stream.cancel()
 
 
 async def test_a_stream_lingers_for_its_reader_to_come_back() -> None:
     source = ScriptedSource(words(4), hold=True)
-    stream = SharedStream(source(), linger_s=60, size=size_bytes)
+    stream = SharedStream(source(), linger_s=60)
     first = stream.follow()
-    assert (await anext(first)).text == "w0 "
+    assert (await anext(first)).delta.text == "w0 "
     await first.aclose()
     await _settle()
     assert not source.closed
@@ -166,7 +172,7 @@ async def test_a_stream_lingers_for_its_reader_to_come_back() -> None:
 
 async def test_a_stream_no_client_comes_back_for_is_cancelled() -> None:
     source = ScriptedSource(words(2), hold=True)
-    stream = SharedStream(source(), linger_s=0.01, size=size_bytes)
+    stream = SharedStream(source(), linger_s=0.01)
     await stream.follow().aclose()
     while not stream.done:
         await asyncio.sleep(0.005)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from contract.errors import Overloaded
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
+from gateway.admission.budgets import Reservation
 from gateway.admission.shared_state import Away, SharedState
 from gateway.cache import records, reuse
 from gateway.cache.records import Head, Record, Records, SharedAnswers, decode, encode, seeded, unfinished
@@ -52,10 +54,10 @@ async def pair(replica: FakeReplica, path: Path, **more) -> AsyncIterator[tuple]
         yield one, two
 
 
-async def read(url: str, key: str, *, most: int | None = None, **headers: str) -> tuple[int, bytes]:
+async def read(url: str, key: str, *, most: int | None = None, body: dict = BODY, **headers: str) -> tuple[int, bytes]:
     """The status and the body, or so many of its events."""
     named = {"idempotency-key": key} | {name.replace("_", "-"): value for name, value in headers.items()}
-    async with aiohttp.ClientSession() as session, session.post(url + PATH, json=BODY, headers=named) as answer:
+    async with aiohttp.ClientSession() as session, session.post(url + PATH, json=body, headers=named) as answer:
         if most is None:
             return answer.status, await answer.read()
         text = b""
@@ -253,6 +255,36 @@ async def test_the_end_of_a_stream_is_written_when_redis_is_back(redis_socket: P
     await state.close()
 
 
+async def test_a_release_that_redis_did_not_take_is_written_when_it_is_back(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(records, "RENEW_S", 0.05)
+    state = SharedState(f"unix://{redis_socket}")
+    await state.redis.flushall()
+    made = Records(state, 60.0, lambda: False)
+    record, next_one = made.record("t", "k", "digest"), made.record("t", "k", "digest")
+    await record.claim()
+    await record.write_head(Head({}, "r", 1, "", Reservation("left", True)))
+
+    async def two() -> AsyncIterator[ChoiceDelta]:
+        for number in range(2):
+            yield ChoiceDelta(0, TokenDelta(str(number), (number,)))
+
+    deltas = record.generate(two())
+    await anext(deltas)
+    state._away_until_s = time.monotonic() + 600
+    await anext(deltas)
+    await deltas.aclose()  # as when its reader leaves
+    record.leave()
+    assert record.owned
+    state._away_until_s = 0.0
+    await until(lambda: not record.owned and not made.owned)
+    assert await next_one.claim() == "lost" and (await next_one.read())[0] == Head({}, "r", 1, "")
+    assert len(next_one.items) == next_one.settled == 2
+    await made.aclose()
+    await state.close()
+
+
 async def test_the_end_of_a_stream_is_given_up_after_the_time_it_would_be_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "RENEW_S", 0.02)
     state = SharedState("redis://127.0.0.1:1")
@@ -271,16 +303,20 @@ async def test_the_end_of_a_stream_is_given_up_after_the_time_it_would_be_kept(m
 
 
 @contextlib.asynccontextmanager
-async def half_a_stream(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple]:
+async def half_a_stream(
+    path: Path, monkeypatch: pytest.MonkeyPatch, config: str = "", **headers: str
+) -> AsyncIterator[tuple]:
     """Two gateways, the first one in the middle of a stream."""
     monkeypatch.setattr(records, "LEASE_S", 0.3)
     gate = asyncio.Event()
-    waits, config = dataclasses.replace(script(0.0), gate=gate, gate_at=12), "[reuse]\nidempotency_linger_s = 0.01\n"
+    waits = dataclasses.replace(script(0.0), gate=gate, gate_at=12)
+    plays = itertools.chain([waits], itertools.repeat(script(0.0)))
+    config += "[reuse]\nidempotency_linger_s = 0.01\n"
     async with (
-        FakeReplica(lambda seen: script(0.0) if "continue_ids" in seen.inputs else waits) as replica,
+        FakeReplica(lambda seen: next(plays)) as replica,
         pair(replica, path, config=config) as (one, two),
     ):
-        running = asyncio.create_task(read(one.base_url, "k"))
+        running = asyncio.create_task(read(one.base_url, "k", **headers))
         await until(lambda: replica.counts.running == 1)
         await asyncio.sleep(0.2)
         yield one, two
@@ -442,6 +478,90 @@ async def test_a_stream_that_is_taken_over_twice_is_charged_once(redis_socket: P
         assert len(set(reservations)) == 2  # the one of the second gateway is known to the third
         gate.set()
         await asyncio.gather(*running)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["drains", "is left", "stands still"])
+@pytest.mark.parametrize("second", ["goes on", "drains", "is left", "stands still"])
+async def test_a_stream_that_is_handed_over_is_charged_once(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
+):
+    monkeypatch.setattr(records, "LEASE_S", 0.3)
+    gate, whole = asyncio.Event(), script(0.0)
+    gated = [dataclasses.replace(whole, gate=gate, gate_at=at) for at in (12, 18)]
+    plays = iter([whole, gated[0], whole if second == "goes on" else gated[1], whole])
+    config = keys(ALICE, limits="tokens_per_day = 10000") + f'[budgets]\nredis = "unix://{redis_socket}"\n'
+    config += "[reuse]\nidempotency_linger_s = 0.01\n"
+    config += '[models.demo]\npools = "main"\nprice = { input = 1.0, output = 2.0 }\n'
+    body = BODY | {"n": 2}
+
+    async def begin(one, how: str, tokens: int) -> asyncio.Task:
+        """Generate until so many tokens are recorded, and end."""
+        asked = asyncio.create_task(read(one.base_url, "k", body=body, **as_(ALICE)))
+        while not (names := await redis.keys("trident:stream:*:items")) or await redis.llen(names[0]) < tokens:
+            assert not asked.done(), asked.result()
+            await asyncio.sleep(0.01)
+        if how == "stands still":
+            stand_still(one)
+            await asyncio.sleep(0.4)
+        elif how == "drains":
+            await one.service.drain(0.0)
+        else:
+            asked.cancel()
+        await until(lambda: how == "stands still" or not one.service.metrics.in_flight._value.get())
+        return asked
+
+    async with (
+        FakeReplica(lambda seen: next(plays)) as replica,
+        pair(replica, redis_socket, config=config, replicas=f"main={replica.url}") as (one, two),
+        gateway(
+            redis=f"unix://{redis_socket}", continuations=2, config=config, replicas=f"main={replica.url}"
+        ) as three,
+    ):
+        gateways, redis, charged, output = (one, two, three), three.service.shared_state.redis, [], 2 * TOKENS
+        for each in gateways:
+            each.service.admission.on_charged = charged.append
+        asked = [await begin(one, first, TOKENS + 12)]
+        assert [record.completion_tokens for record in charged] == [TOKENS + 12] * (first != "stands still")
+        if second != "goes on":
+            asked.append(await begin(two, second, TOKENS + 18))
+        if second == "is left":  # and nobody comes back
+            output = TOKENS + 18
+        else:
+            last = two if second == "goes on" else three
+            status, answer = await read(last.base_url, "k", body=body, **as_(ALICE))
+            assert status == 200 and b'"completion_tokens":48' in answer, answer
+        one.service.shared_state._away_until_s = two.service.shared_state._away_until_s = 0.0
+        gate.set()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: not any(each.service.budgets._writing for each in gateways))
+        prompt = 1
+        sums = tuple(map(sum, zip(*[record[6:] for record in charged], strict=True)))
+        assert sums == (prompt, 0, output, 1000 * (prompt + 2 * output))
+        levels = three.service.configuration.tenant(ALICE).levels
+        (standing,) = (await three.service.budgets.reserve(levels, 0)).standings
+        assert 10_000 - standing.balance == prompt + output
+        pages = [await each.metrics() for each in gateways]
+        for name, amount in (("tokens", prompt + output), ("charges", (prompt + 2 * output) / 1e3)):
+            series = f"trident_gateway_{name}_total{{"
+            counted = sum(value for page in pages for key, value in page.items() if key.startswith(series))
+            assert counted == pytest.approx(amount)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_the_reservation_of_a_dead_gateway_is_not_in_the_way_of_its_stream(
+    redis_socket: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+):
+    if not goes_on:  # all is generated anew
+        monkeypatch.setattr(reuse, "unfinished", lambda *_: None)
+    limits = f"tokens_per_day = {2 * TOKENS}"  # for one request
+    config = keys(ALICE, limits=limits) + f'[budgets]\nredis = "unix://{redis_socket}"\n'
+    async with half_a_stream(redis_socket, monkeypatch, config, **as_(ALICE)) as (one, two):
+        stand_still(one)
+        await asyncio.sleep(0.4)
+        status, answer = await read(two.base_url, "k", **as_(ALICE))
+        assert status == 200 and b'"completion_tokens":24' in answer, answer
 
 
 async def refuse(*_) -> None:

@@ -70,6 +70,7 @@ def test_values_with_a_dollar_come_from_the_environment_and_are_not_shown():
             "overflow.a.endpoints.e",
         ),
         ({"classes": {name: {"priority": 1, "operations": ["chat"]} for name in "ab"}}, "classes"),
+        ({"classes": {"日本": {"priority": 1}}}, "classes.日本"),  # a name is also a header's value
         ({"shadow": {"pool": "p"}}, "shadow.fraction"),
         ({"pools": {"p": -1}}, "pools.p.weight"),
         ({"prices": {"replica_hour": -1}}, "prices.replica_hour"),

@@ -51,6 +51,7 @@ def test_a_release_starts_moves_ends_and_begins_again_and_the_rest_of_the_file_s
 
 def test_a_finished_release_has_its_candidate_in_the_stable_pools_place(path: Path):
     path.write_text(TEXT + '[orgs.acme]\npool = "stable"\n[overflow.own]\npool = "stable"\n[shadow]\npool = "other"\n')
+    path.write_text(path.read_text() + '[models.large]\npools = "stable"\n')
     release_file.apply(path, "start", "r", {**NEW, "weight": 50})
     with pytest.raises(InvalidArgument, match=r"releases.r: must have all requests at its candidate"):
         release_file.apply(path, "finish", "r", {})
@@ -60,6 +61,7 @@ def test_a_finished_release_has_its_candidate_in_the_stable_pools_place(path: Pa
     found = table(path)
     assert found["pools"] == {"stable": 0.0, "next": 1.0, "other": 2.0} and "releases" not in found
     assert found["models"]["small"]["pools"] == ["next"] and found["overflow"]["own"]["pool"] == "next"
+    assert found["models"]["large"]["pools"] == "next"
     assert found["orgs"]["acme"]["pool"] == "next" and found["shadow"]["pool"] == "other"
     assert path.read_text().startswith("# the head\n[pools]  # shares\n")
     with pytest.raises(NotFound):

@@ -44,6 +44,16 @@ async def test_a_wrong_value_and_a_late_one_are_failures():
         await loaded(on_failure="open", timeout_ms=1.0).call("feed", "x", of=FILTERS["Waits"]())
 
 
+async def test_a_timeout_within_a_hook_is_an_error_of_its_own(caplog: pytest.LogCaptureFixture):
+    class Asks:
+        def feed(self, text: str) -> str:
+            raise TimeoutError("the database")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(HookFailed):
+        await loaded(on_failure="open").call("feed", "x", of=Asks())
+    assert "TimeoutError at " in caplog.text and "no answer within" not in caplog.text
+
+
 def test_a_hook_serves_the_levels_that_it_names():
     tenant = Tenant("acme/research", levels=(Level("acme"), Level("acme/research"), Level("acme/research/alice")))
     named = [(), ("acme",), ("acme/research",), ("acme/research/alice",), ("other", "acme/sales")]

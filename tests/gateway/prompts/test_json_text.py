@@ -33,7 +33,14 @@ def schemas(draw, depth=2):
     more = {name: "x" for name in draw(st.sets(st.sampled_from(("title", "$comment"))))} | {"description": "d"}
     if kind == "object":
         inner = {name: draw(schemas(depth - 1)) for name in draw(st.sets(NAMES))}
-        return {"type": "object", "properties": inner, "required": sorted(inner)[:1], **more}
+        needs = {name: sorted(inner)[:1] for name in draw(st.sets(NAMES))}
+        return {
+            "type": "object",
+            "properties": inner,
+            "required": sorted(inner)[:1],
+            "dependentRequired": needs,
+            **more,
+        }
     if kind == "array":
         return {"type": "array", "items": draw(schemas(depth - 1)), **more}
     return {"type": "string", **more} if kind == "string" else {"enum": ["x", {"title": "y"}], **more}
@@ -50,6 +57,11 @@ def test_a_plain_schema_allows_the_same_values(schema, value):
         value
     )
     assert plain_schema(plain) == plain and plain["description"] == "d"
+
+
+def test_names_of_properties_that_need_others_stay():
+    schema = {"dependentRequired": {"title": ["a"]}}
+    assert plain_schema(schema) == schema
 
 
 def test_tools_lose_titles_and_keep_what_is_named_so():

@@ -146,6 +146,10 @@ def test_a_missing_variable_is_named(template: Template):
         ('[budgets]\nother = 3\n[[messages]]\nrole="user"', "budgets.other"),
         ('[budgets]\nsystem = 0\n[[messages]]\nrole="user"', "budgets.system"),
         ("messages = 1 1", "must be TOML"),
+        (
+            '[variables.x]\ntype = "integer"\nmaximum = inf\n[[messages]]\nrole="user"',
+            "variables.x.maximum: must be a finite number",
+        ),
     ],
 )
 def test_a_bad_file_is_told_by_its_place(tmp_path: Path, text: str, problem: str):
@@ -153,6 +157,12 @@ def test_a_bad_file_is_told_by_its_place(tmp_path: Path, text: str, problem: str
         written(tmp_path, text)
     assert problem in str(raised.value)
     assert "1.0.0.toml" in str(raised.value)
+
+
+@pytest.mark.parametrize(("bound", "sample"), [("minimum = 0.5", 1), ("maximum = -0.5", -1)])
+def test_an_integer_between_whole_numbers_has_a_sample_within_its_bound(tmp_path: Path, bound: str, sample: int):
+    text = f'[variables.x]\ntype = "integer"\n{bound}\n[[messages]]\nrole = "user"\ncontent = "{{{{ x }}}}"'
+    assert written(tmp_path, text).samples == {"x": sample}
 
 
 @pytest.mark.parametrize("kind", ["json", "string", "list"])

@@ -16,6 +16,7 @@ from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.overflow import Overflow
+from gateway.routing.upstream import Spend, Upstream
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.config.test_configuration import ALICE, keys
@@ -425,6 +426,23 @@ async def test_the_cheapest_endpoint_serves_until_its_day_is_spent() -> None:
             )
 
 
+async def test_a_request_stays_at_an_endpoint_that_the_configuration_drops_while_its_cost_is_reserved(monkeypatch):
+    async with upstream() as far:
+        config = GROUP % endpoint("only", far, "price = { input = 1.0, output = 1.0 }\nspend_per_day = 5.0")
+        async with gateway(config=config) as running:
+            overflow, reserve, spends = running.service.overflow, Upstream.reserve, []
+
+            async def dropped(self: Upstream, request: GenerationRequest) -> Spend:
+                spends.append(await reserve(self, request))
+                overflow.change({})
+                return spends[-1]
+
+            monkeypatch.setattr(Upstream, "reserve", dropped)
+            status, _, body = await running.post(COMPLETIONS, REQUEST)
+            assert status == 200, body
+            assert len(far.seen) == 1 and [spend.settled for spend in spends] == [True]
+
+
 async def test_a_user_stays_on_one_side_of_a_release_and_others_are_drawn() -> None:
     release = '[releases.r]\nstable = "stable"\ncandidate = "next"\nweight = 50\n'
     async with FakeReplica() as stable, FakeReplica() as other:
@@ -454,6 +472,23 @@ async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
     spend = await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))
     standing = spend.reservation.standings[0]
     assert standing.balance == 3_000_000 - standing.demand.amount
+    await targets.close()
+
+
+async def test_an_endpoint_keeps_its_breaker_when_another_one_of_its_target_changes() -> None:
+    targets = Overflow(list, BreakerPolicy())
+    targets.start()
+
+    def change(**urls: str) -> None:
+        endpoints = {name: {"url": url} for name, url in urls.items()}
+        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": endpoints})})
+
+    change(one="http://one", two="http://two")
+    one, two = targets.upstream("far/one"), targets.upstream("far/two")
+    change(one="http://one", two="http://other", three="http://three")
+    assert targets.upstream("far/one") is one and targets.upstream("far/two") is not two
+    change(two="http://other")
+    assert [upstream.name for upstream in targets.upstreams()] == ["far/two"]
     await targets.close()
 
 

@@ -153,3 +153,17 @@ def test_what_is_picked_is_always_what_is_registered_as_ready(actions):
         assert len({entry["address"] for entry in entries}) == len(entries)
     pools.pass_time(0, 1, 2, 3.1)
     assert not pools.picked and not pools.registrations.entries()
+
+
+def test_what_another_process_knows_is_taken_over_with_its_age_and_does_not_replace_what_was_heard():
+    one, other = Pools(), Pools()
+    one.put("a", 1, lease_s=3)
+    one.put("b", 2, state="starting")
+    other.put("c", 1, state="draining")
+    other.registrations.learn(one.registrations.known())
+    assert not other.picked and [entry["name"] for entry in other.registrations.entries()] == ["b", "c"]
+    third = Pools()
+    third.registrations.learn(one.registrations.known())
+    assert third.picked == {("", "h:1")}
+    third.pass_time(0, 1, 2, 3.1)
+    assert not third.picked

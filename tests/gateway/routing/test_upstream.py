@@ -65,6 +65,11 @@ async def test_a_stream_ends_with_a_reason_and_the_upstreams_own_counts():
         await until(lambda: far.outstanding == 0)
 
 
+async def test_an_event_that_says_there_is_no_error_is_none():
+    async with target(more={"error": None}) as (far, _):
+        assert "".join(delta.text for delta in await read(far)) == " from afar"
+
+
 async def test_a_chat_without_counts_is_estimated():
     chat = GenerationRequest(messages=({"role": "user", "content": "hello"},), max_tokens=5, timeout_s=60.0)
     async with target(usage=False) as (far, server):

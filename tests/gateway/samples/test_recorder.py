@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from contract.errors import InvalidArgument
+from contract.errors import EngineFailed, InvalidArgument
 from contract.generation import FinishReason
 from gateway.config.tenants import digest
 from gateway.samples import recorder
@@ -152,6 +152,32 @@ async def test_requests_refused_at_admission_are_kept_where_a_rule_says_so(tmp_p
         await flushed(running)
         [sample] = kept(tmp_path)
         assert sample["reasons"] == ["refused"] and sample["output"] == "" and sample["error"] == "InvalidArgument"
+
+
+@pytest.mark.slow
+async def test_a_fault_of_the_gateway_before_a_generation_is_a_failure(tmp_path):
+    gate, rules = asyncio.Event(), 'keep = ["failure"]\n[admission]\nmax_running = 1\nmax_wait_s = 1'
+    async with FakeReplica(lambda seen: Script((" a",), gate=gate)) as replica:
+        async with sampled(tmp_path, replica, rules=rules) as running:
+            first = asyncio.create_task(complete(running))
+            await until(lambda: running.service.admission.running == 1)
+            assert (await complete(running, prompt="two"))[0] == 504
+            gate.set()
+            await first
+            await flushed(running)
+            [sample] = kept(tmp_path)
+            assert sample["reasons"] == ["failure"] and sample["error"] == "DeadlineExceeded"
+
+
+@pytest.mark.slow
+async def test_a_fraction_is_of_all_generations_whatever_their_end(tmp_path):
+    script = Script(("a",), fail_after=1, error=EngineFailed("broken"))
+    async with FakeReplica(lambda seen: script) as replica:
+        async with sampled(tmp_path, replica, rules="fraction = 1.0") as running:
+            assert (await complete(running))[0] == 500
+            await flushed(running)
+            [sample] = kept(tmp_path)
+            assert sample["reasons"] == ["fraction"] and sample["error"] == "EngineFailed" and sample["output"] == "a"
 
 
 @pytest.mark.slow

@@ -17,6 +17,12 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 QWEN = """{% if tools %}<tools></tools>{{ '<tool_call>' }}{% endif %}{% if '</think>' in content %}{% endif %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% if enable_thinking is false %}
 {{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+# Llama 3.2's templates write calls without a marker.
+LLAMA = """{% if tools is not none %}{{ 'Given the following functions' }}{% endif %}{% for m in messages %}
+{%- if m.tool_calls %}{{- '{"name": "' + m.tool_calls[0].function.name + '", ' }}{{- '"parameters": ' }}{% endif %}
+{%- endfor %}"""
+SWITCHED = """{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\n\n</think>\n\n' }}{% else %}{{- '<think>\n' }}{% endif %}{% endif %}"""
 
 
 @pytest.mark.parametrize(
@@ -27,9 +33,20 @@ QWEN = """{% if tools %}<tools></tools>{{ '<tool_call>' }}{% endif %}{% if '</th
         (QWEN, "hermes", "tagged"),
         (QWEN.replace("<tool_call>", "<tool_call><function="), "none", "tagged"),
         ("{% if tools %}{{ '<|python_tag|>' }}{% endif %}", "llama3", "none"),
+        (LLAMA, "llama3", "none"),
         ("{% if tools %}{{ '[TOOL_CALLS]' }}{% endif %}", "mistral", "none"),
+        ("{% if tools %}{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}{% endif %}", "none", "none"),
+        ("{% if tools %}{{ '<tool_call>' + name + '<arg_key>' }}{% endif %}", "none", "none"),
         ("{% if tools %}{{ '<|tool_calls_begin|>' }}{% endif %}", "none", "none"),
         ("{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}", "hermes", "open"),
+        (SWITCHED, "hermes", "open"),
+        (SWITCHED.replace("not enable", "enable"), "hermes", "open"),
+        (SWITCHED.replace("is defined and not", "is not defined or not"), "hermes", "tagged"),
+        (
+            "{% if add_generation_prompt %}{{ '<think>' + raise_exception('a tool first') }}{% endif %}",
+            "hermes",
+            "tagged",
+        ),
     ],
 )
 def test_a_template_shows_its_family(source: str, tools: str, reasoning: str) -> None:

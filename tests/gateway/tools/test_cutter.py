@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -64,6 +65,32 @@ def cut(
 
 def parts(text: str = "", calls: Sequence[tuple[str, str]] = (), reasoning: str = "", tokens: int = 0) -> dict:
     return {"text": text, "reasoning": reasoning, "calls": list(calls), "reasoning_tokens": tokens}
+
+
+@pytest.mark.parametrize("form", [TAGGED, OPEN])
+@given(at=st.integers(0, 18))
+def test_an_output_that_goes_on_is_cut_as_the_whole_one_is(form: str, at: int) -> None:
+    pieces = ["\nw y", END_THINK, "\n\ns o", THINK, " m e", END_THINK]
+    pieces = [THINK, *pieces] if form == TAGGED else pieces
+    ids = LETTERS.ids(pieces)
+    before, after = ids[:at], ids[at:]
+    rules = CutterRules(ChatFormat(HERMES, form), reasoning=True)
+    first, rest, whole = (
+        joined([Cutter(one, LETTERS, str).feed(delta) for delta in deltas(LETTERS, some, ())])
+        for one, some in ((rules, before), (dataclasses.replace(rules, begun=tuple(before)), after), (rules, ids))
+    )
+    for name in ("text", "reasoning"):
+        # Blanks at the end of what came first are left out of both.
+        assert "".join((first[name] + rest[name]).split()) == "".join(whole[name].split())
+    assert rest["reasoning_tokens"] == whole["reasoning_tokens"]
+
+
+def test_blanks_in_the_middle_of_a_section_that_goes_on_stay() -> None:
+    for before, reasoning, text in (("w", " y", ""), ("w" + END_THINK, "", "y"), ("w" + END_THINK + "s", "", " y")):
+        ids = LETTERS.ids([*before.partition(END_THINK)])
+        rules = CutterRules(ChatFormat(HERMES, OPEN), reasoning=True, begun=tuple(ids))
+        found = cut([" y"], rules)
+        assert (found["reasoning"], found["text"]) == (reasoning, text)
 
 
 @pytest.mark.parametrize(

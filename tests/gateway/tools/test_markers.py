@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -56,6 +57,25 @@ def test_without_a_vocabulary_ids_tell_nothing() -> None:
     unknown.known = False
     finder = MarkerFinder([A], unknown, skips_special=True)
     assert finder.read_id(1) == [] and finder.feed(f"x{A}<to") == ["x", Marker(A, None)] and finder.finish() == "<to"
+
+
+def test_a_delta_costs_the_same_however_many_markers_there_are() -> None:
+    def calls(markers: int) -> int:
+        finder = MarkerFinder([A, *(f"<|special_{number}|>" for number in range(markers))], Letters(), False)
+        counted = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            finder.feed(" a word <")
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(500) == calls(1)
 
 
 @given(st.lists(st.sampled_from([A, B, "<", "<tool", "_call>", ">", "x"]), max_size=10), st.lists(st.integers(0, 99)))

@@ -55,6 +55,16 @@ def test_without_usage_events_are_counted():
     assert usage.usage is None and usage.tokens == 5
 
 
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_events_are_counted_however_the_body_is_cut_and_whatever_their_text(cuts):
+    body = b'data: {"text": "data: {}"}\n\n: keep-alive\n\nid: 1\ndata:{"text": "data:"}\n\ndata: [DONE]\n\n'
+    usage, at = ResponseUsage(REQUEST, "text/event-stream"), 0
+    for cut in [*sorted(cut for cut in cuts if cut < len(body)), len(body)]:
+        usage.feed(body[at:cut])
+        at = cut
+    assert usage.tokens == 2
+
+
 def test_a_body_of_another_kind_tells_nothing():
     usage = ResponseUsage(REQUEST, "text/plain")
     usage.feed(b"data: x")

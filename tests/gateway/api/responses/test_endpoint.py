@@ -158,6 +158,18 @@ async def test_a_retry_with_an_idempotency_key_is_the_same_response() -> None:
         assert (await ask.responses.retrieve(first.id)).output_text == "ab"
 
 
+async def test_what_is_asked_of_a_stored_response_has_the_id_of_its_request() -> None:
+    async with FakeReplica(words("a")) as replica, gateway(replica) as running, client(running) as ask:
+        made = await ask.responses.create(model="demo", input="hi")
+        raw = ask.responses.with_raw_response
+        mine = {"extra_headers": {"x-request-id": "mine"}}
+        for found in (await raw.retrieve(made.id, **mine), await raw.delete(made.id, **mine)):
+            assert found.headers["x-request-id"] == "mine"
+        with pytest.raises(openai.NotFoundError) as refused:
+            await ask.responses.retrieve(made.id)
+        assert refused.value.request_id
+
+
 async def test_queries_and_other_methods_are_refused_by_name() -> None:
     async with FakeReplica(words("a")) as replica, gateway(replica) as running, client(running) as ask:
         made = await ask.responses.create(model="demo", input="hi")
