@@ -24,9 +24,9 @@ def main(argv: Sequence[str]) -> int:
         return importlib.import_module("cluster.plan.command_line").main(argv[1:])
     about = "A fleet of replicas under Ray Serve."
     parser = argparse.ArgumentParser("python -m cluster", description=about, argument_default=argparse.SUPPRESS)
-    parser.add_argument(
-        "verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs; and scale, keda, plan"
-    )
+    others = ("scale", "keda", "plan")
+    about = f"fleet: start one; change: the one that runs; {', '.join(others)}: have a --help of their own"
+    parser.add_argument("verb", choices=("fleet", "change", *others), help=about)
     parser.add_argument("--engine", help="folder under engines/ (demo)")
     parser.add_argument("--min", type=int, help="fewest replicas (1)")
     parser.add_argument("--max", type=int, help="most replicas (3)")
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / ".triton" / "fleet", help="of its tokens and state")
     given = vars(parser.parse_args(argv))
+    if given["verb"] in others:
+        parser.error(f"{given['verb']} must be the first argument")
     if importlib.util.find_spec("ray") is None:
         print("error: Ray is not installed here; `make setup-fleet` makes .venv-fleet with it", file=sys.stderr)
         return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import json
 import os
 import sys
@@ -17,10 +16,10 @@ from gateway.api.schemas import validated
 from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, variable
-from gateway.identity.audit import Audit
+from gateway.identity.audit import Audit, at_the_command_line
 from gateway.identity.authentication import stored_keys
 from gateway.identity.principal import Principal
-from gateway.release_commands import call
+from gateway.release_commands import call, finite
 
 
 def add(commands: Any) -> None:
@@ -39,11 +38,11 @@ def add(commands: Any) -> None:
         if action != "list":
             parser.add_argument("name", help="ORG/TEAM/KEY" + (", or an id" if action == "revoke" else ""))
         if action in ("create", "rotate"):
-            parser.add_argument("--expires-in-s", type=float, metavar="SECONDS", help="after which the key ends")
+            parser.add_argument("--expires-in-s", type=finite, metavar="SECONDS", help="after which the key ends")
         if action == "create":
             parser.add_argument("--role", choices=("caller", "team_admin", "org_admin", "operator"), default="caller")
         if action == "rotate":
-            parser.add_argument("--overlap-s", type=float, metavar="SECONDS", default=3600.0, help="3600 by default")
+            parser.add_argument("--overlap-s", type=finite, metavar="SECONDS", default=3600.0, help="3600 by default")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -72,11 +71,7 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
     stored = stored_keys(settings, configuration, state)
     if stored is None:
         raise InvalidArgument(variable("key_store"), "must be set, or --gateway be given")
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a uid without an entry in passwd, as in a container
-        user = f"uid {os.getuid()}"
-    who = Principal("operator", f"command line of {user}")
+    who = Principal("operator", at_the_command_line())
     try:
         if fields is None:
             return {"keys": await keys.listed(stored, who)}

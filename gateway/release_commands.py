@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import sys
 import urllib.error
@@ -19,6 +21,7 @@ from gateway import banner
 from gateway.config import configuration, pools, release_file
 from gateway.config.pools import Pools
 from gateway.config.settings import Settings, variable
+from gateway.identity.audit import Audit, at_the_command_line
 
 TIMEOUT_S = 5.0
 _COLUMNS = (
@@ -69,13 +72,13 @@ def add(commands: Any) -> None:
     start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
     start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
     start.add_argument(
-        "--weight", type=float, metavar="PERCENT", help="that the candidate gets; by default 0, or its last"
+        "--weight", type=finite, metavar="PERCENT", help="that the candidate gets; by default 0, or its last"
     )
     start.add_argument("--gate", metavar="FILE", help="of `python -m evals gate --out`, which must say pass above 5 %%")
     start.add_argument("--candidate-sha256", metavar="SHA256", help="of the manifest that the gate must be of")
     automatic, text = argparse.BooleanOptionalAction, "whether it is rolled back by itself; it is by default"
     start.add_argument("--rollback", action=automatic, help=text)
-    made["shift"].add_argument("--to", type=float, required=True, metavar="PERCENT")
+    made["shift"].add_argument("--to", type=finite, required=True, metavar="PERCENT")
     made["rollback"].add_argument("--reason", help="for the log and the file")
     shown.add_argument("--json", action="store_true", help="print what the gateways say as JSON")
 
@@ -107,6 +110,7 @@ def change(arguments: argparse.Namespace) -> None:
     there = check(configuration.table(path)) if arguments.action == "finish" else None
     shares = there.generating if there is not None else {}
     rules = release_file.apply(path, arguments.action, arguments.name, fields, check, shares)
+    _audit(arguments, fields)
     part = "nothing" if rules.rolled_back else f"{rules.weight:g} % of {rules.stable}"
     if arguments.action == "finish":
         part = f"everything in place of {rules.stable}; the release has ended"
@@ -154,6 +158,18 @@ def _described(release: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _audit(arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
+    """Write what was done; a log that cannot be written is told of and undoes nothing."""
+    log = os.environ.get(variable("audit_log"))
+    try:
+        audit = Audit(Path(log) if log else None)
+    except InvalidArgument as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return
+    action = f"release.{arguments.action}"
+    asyncio.run(audit.write(at_the_command_line(), "operator", action, arguments.name, "ok", after=fields))
+
+
 def _file(arguments: argparse.Namespace) -> Path | None:
     named = os.environ.get(variable("config"), "")
     return arguments.config or (Path(named) if named else None)
@@ -163,6 +179,14 @@ def _own_url() -> str:
     settings = Settings.from_environment(os.environ)
     scheme = "https" if settings.tls_cert else "http"
     return f"{scheme}://{banner.reachable(settings.host, settings.http_port)}"
+
+
+def finite(text: str) -> float:
+    """Return the number of an argument. Raises ArgumentTypeError for none, and for those that JSON does not have."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
 
 
 def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-import ssl
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal
@@ -12,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from clients.replica_set import discovery
+from contract import pem
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 from contract.watchdog import LIMIT_S, STALL_S
@@ -153,12 +153,9 @@ class Settings(EnvironmentSettings):
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise InvalidArgument(self.variable(name), f"must be a PEM file, got {path}: no such file")
-        try:
-            if self.register_ca is not None:
-                ssl.create_default_context(cafile=self.register_ca)
-        except (OSError, ValueError) as exc:
-            problem = f"must be a certificate in PEM, got {self.register_ca}"
-            raise InvalidArgument(self.variable("register_ca"), problem) from exc
+        pem.check_pair(self.variable("tls_cert"), self.tls_cert, self.tls_key)
+        pem.check_authority(self.variable("tls_ca"), self.tls_ca)
+        pem.check_authority(self.variable("register_ca"), self.register_ca)
         return self
 
     def make_state_dir(self) -> None:

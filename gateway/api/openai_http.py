@@ -222,6 +222,8 @@ async def _routed(
         requests = [replace(request, tools=tools) for request in requests]
     if context.model.rules.context is not None:
         requests, context = await prompting.bounded(service, requests, context, used)
+    if body.has_default_length:
+        requests = await prompting.with_room(requests, context.model.rules)
     if service.models.configured:
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)

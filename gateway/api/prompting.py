@@ -13,15 +13,16 @@ from pydantic import Field, StrictStr
 from clients.wire.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.admission.prompt_tokens import texts_of
+from gateway.admission.prompt_tokens import prompt_of, texts_of
 from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.strict_model import LevelLimit, StrictModel
 from gateway.api.vocabulary import vocabulary_of
 from gateway.choices import ChoiceDeltas, together
 from gateway.config.context import ContextRules
+from gateway.config.policy import ModelRules
 from gateway.config.settings import variable
 from gateway.prompts import long_chat
-from gateway.prompts.chat_tokens import chat_tokens, context_limit, counted
+from gateway.prompts.chat_tokens import ChatTokens, chat_tokens, context_length, context_limit, counted, prompt_bytes
 from gateway.prompts.long_chat import Chat, Message
 from gateway.prompts.registry import Registry
 from gateway.prompts.template import Rendered, over_budget
@@ -149,6 +150,36 @@ async def bounded(
     left_s = request.timeout_s and request.timeout_s - (time.monotonic() - began_s)
     requests = [replace(one, messages=kept, timeout_s=left_s) for one in requests]
     return requests, replace(context, notes={**context.notes, "context": note})
+
+
+async def with_room(requests: list[GenerationRequest], model: ModelRules) -> list[GenerationRequest]:
+    """Return requests whose ``max_tokens`` is the default, with at most what their prompts leave of the context.
+
+    Where context or prompt cannot be counted here, the replica refuses what does not fit.
+    """
+    if model.tokenizer is None or requests[0].truncate_prompt_tokens == -1:
+        return requests
+    try:
+        limit = context_length(model)
+        if limit is None or max(map(prompt_bytes, requests)) + requests[0].max_tokens <= limit // 2:
+            return requests  # half of it is more than any template adds
+        return await asyncio.to_thread(_with_room, requests, chat_tokens(model.tokenizer), limit)
+    except (InvalidArgument, NotFound):
+        return requests  # the replica tells what is wrong with it
+
+
+def _with_room(requests: list[GenerationRequest], tokens: ChatTokens, limit: int) -> list[GenerationRequest]:
+    prompts = {id(prompt_of(request)): request for request in requests}
+    counts = {prompt: tokens.prompt(request, limit - 1) for prompt, request in prompts.items()}
+    found = []
+    for request in requests:
+        kept, count = request.truncate_prompt_tokens, counts[id(prompt_of(request))]
+        if kept is not None:
+            count = min(kept, limit if count is None else count)
+        if count is not None and count < limit < count + request.max_tokens:
+            request = replace(request, max_tokens=limit - count)
+        found.append(request)
+    return found
 
 
 async def _summary(

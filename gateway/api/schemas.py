@@ -161,6 +161,11 @@ class _Sampling(GuidedBody):
         return self.n or 1
 
     @property
+    def has_default_length(self) -> bool:
+        """Whether the body leaves ``max_tokens`` out."""
+        return self.max_tokens is None
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -251,6 +256,10 @@ class ChatRequest(_Sampling):
     chat_template_kwargs: Annotated[dict[str, Any], LevelLimit, EntryLimit] | None = None
     reasoning_effort: Literal["none", "medium"] | None = None  # none: no reasoning; medium: as the model is
     include_reasoning: StrictBool | None = None  # whether reasoning is part of the response; it is counted anyway
+    verbosity: Literal["medium"] | None = None  # there is no other
+    audio: _Unsupported = None
+    prediction: _Unsupported = None
+    web_search_options: _Unsupported = None
     functions: _Unsupported = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -258,6 +267,10 @@ class ChatRequest(_Sampling):
     store: Annotated[StrictBool | None, _only(False)] = None
     safety_identifier: StrictStr | None = None  # the newer name of user
     prompt_cache_key: StrictStr | None = None  # a hint: the prefix cache finds equal prompts without it
+
+    @property
+    def has_default_length(self) -> bool:
+        return self.max_tokens is None and self.max_completion_tokens is None
 
     def use(self, used: Rendered) -> None:
         """Take the messages of a template, and its parameters where the request has none."""

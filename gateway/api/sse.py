@@ -93,7 +93,7 @@ class EventEncoder:
     def encode(self, item: ChoiceDelta) -> bytes:
         """Return the events of one delta: none if it adds nothing visible, two where a choice has a first event."""
         choice, delta = item
-        first = b"" if choice in self._templates else self._first_event(choice)
+        first = b"" if choice in self._templates else self._first_events(choice)
         if delta.text and not (delta.finish_reason or delta.log_probs or delta.sections):
             before, after = self._templates[choice]
             event = b"%b%b%b" % (before, _json(delta.text), after)
@@ -119,6 +119,10 @@ class EventEncoder:
 
     def failed(self, error: TridentError) -> bytes:
         return encode_event(error_object(error))
+
+    def _first_events(self, choice: int) -> bytes:
+        """Begin a choice, and those before it: OpenAI's client takes the order of first events for that of indices."""
+        return b"".join(map(self._first_event, range(len(self._templates), choice + 1)))
 
     def _first_event(self, choice: int) -> bytes:
         first, pattern = self._formatter.first_chunk(choice), self._formatter.chunk(choice, TokenDelta(_MARK))

@@ -165,7 +165,10 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(descriptor)
-        os.chmod(new, path.stat().st_mode & 0o7777)
+        old = path.stat()
+        with contextlib.suppress(PermissionError):  # only root may give files away; a gateway must be able to read it
+            os.chown(new, old.st_uid, old.st_gid)
+        os.chmod(new, old.st_mode & 0o7777)
         os.replace(new, path)
     except BaseException:
         os.unlink(new)

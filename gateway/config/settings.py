@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from pydantic_settings import NoDecode
 
 from clients.replica_set import discovery, picks
 from clients.wire.connection import TLS
+from contract import pem
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 from gateway.config.policy import ReasoningFormat, ToolFormat, secret
@@ -177,7 +177,10 @@ class Settings(EnvironmentSettings):
         "unset: 256 MiB",
     )
     max_choices: Count = Field(16, description="choices of one request: `n` times its prompts")
-    default_max_tokens: Count = Field(256, description="max_tokens of a chat that sends none")
+    default_max_tokens: Count = Field(
+        256,
+        description="max_tokens of a chat that sends none; with TOKENIZER at most what its prompt leaves",
+    )
     tokenizer: File | None = Field(
         None,
         description="the model's tokenizer.json, which counts prompts and names tokens in `logprobs`; "
@@ -340,7 +343,10 @@ class Settings(EnvironmentSettings):
                 replica_source(where)
             except InvalidArgument as exc:
                 raise InvalidArgument(variable("replicas"), exc.problem) from exc
-        self._check_pem()
+        pem.check_pair(variable("tls_cert"), self.tls_cert, self.tls_key)
+        pem.check_pair(variable("replica_cert"), self.replica_cert, self.replica_key)
+        pem.check_authority(variable("tls_client_ca"), self.tls_client_ca)
+        pem.check_authority(variable("replica_ca"), self.replica_ca)
         names = ", ".join(name or "''" for name in self.pools)
         for setting in ("pool_weights", "models", "encoders"):
             for pool in getattr(self, setting):
@@ -349,25 +355,6 @@ class Settings(EnvironmentSettings):
         if sum(self.weights.values()) <= 0 and len(self.encoders) < len(self.pools):
             raise InvalidArgument(variable("pool_weights"), "must have one weight above 0, got none")
         return self
-
-    def _check_pem(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for name, cert, key in (
-            ("tls_cert", self.tls_cert, self.tls_key),
-            ("replica_cert", self.replica_cert, self.replica_key),
-        ):
-            try:
-                if cert is not None:
-                    context.load_cert_chain(cert, key, password="")  # without one OpenSSL asks the terminal
-            except (OSError, ValueError) as exc:
-                problem = f"must be a certificate with its key, in PEM and without a password, got {cert} and {key}"
-                raise InvalidArgument(variable(name), problem) from exc
-        for name, authority in (("tls_client_ca", self.tls_client_ca), ("replica_ca", self.replica_ca)):
-            try:
-                if authority is not None:
-                    context.load_verify_locations(authority)
-            except (OSError, ValueError) as exc:
-                raise InvalidArgument(variable(name), f"must be a certificate in PEM, got {authority}") from exc
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **overrides: Any) -> Settings:

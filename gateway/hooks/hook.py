@@ -50,7 +50,6 @@ class LoadedHook:
         self.name, self.rules, self._metrics = name, rules, metrics
         self._found = loading.load(name, rules)
         self._runner = Runner(name, rules.threads, rules.timeout_ms / 1000, metrics.hangs.labels(name).inc)
-        metrics.out.labels(name).set(0)
         self._out = False
 
     def has(self, method: str) -> bool:

@@ -58,6 +58,8 @@ class Hooks:
         """Call the prepared hooks for later requests."""
         for gone in {hook.name for hook in self._hooks} - {hook.name for hook in self._prepared}:
             self._metrics.out.remove(gone)
+        for hook in set(self._prepared) - set(self._hooks):
+            self._metrics.out.labels(hook.name).set(0)
         self._hooks = self._prepared
 
     @property
@@ -197,8 +199,12 @@ def _checked(before: GenerationRequest, allowed: frozenset[str], value: Any) -> 
         after: GenerationRequest = _REQUEST.validate_python(vars(value)).validate()
         if not all(isinstance(message.get("role"), str) for message in after.messages or ()):
             raise InvalidArgument("messages", "must have roles")
-    except (ValidationError, InvalidArgument, TypeError) as exc:
-        raise WrongValue(f"must return a request that can be served: {type(exc).__name__}") from exc
+    except (ValidationError, InvalidArgument, TypeError) as exc:  # of which the field is told, not the words
+        field = exc.field if isinstance(exc, InvalidArgument) else ""
+        if isinstance(exc, ValidationError):
+            field = str(exc.errors(include_input=False)[0]["loc"][0])
+        problem = f"{type(exc).__name__} of {field}" if field else type(exc).__name__
+        raise WrongValue(f"must return a request that can be served: {problem}") from exc
     wrong = [name for name in vars(after) if name not in allowed and getattr(after, name) != getattr(before, name)]
     if wrong:
         raise WrongValue(f"may not change {', '.join(wrong)}; allowed here are {', '.join(sorted(allowed))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import logging
 import os
 import time
@@ -18,6 +19,14 @@ from gateway.config.settings import variable
 REFUSALS_S = 10.0  # in which REFUSALS refusals of one caller, or of all unknown ones, are written at most
 REFUSALS = 20
 _LOG = logging.getLogger(__name__)
+
+
+def at_the_command_line() -> str:
+    """Return who runs a command, for the audit log."""
+    try:
+        return f"command line of {getpass.getuser()}"
+    except (KeyError, OSError):  # a uid without an entry in passwd, as in a container
+        return f"command line of uid {os.getuid()}"
 
 
 class Audit:

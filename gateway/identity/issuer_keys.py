@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import orjson
-from joserfc import jwk
+from joserfc import jwk, jws
 from joserfc.errors import JoseError
 
 from contract.errors import InvalidArgument, Unavailable
@@ -73,7 +73,7 @@ class IssuerKeys:
         return found
 
     def _find(self, kid: str | None, algorithm: str) -> jwk.Key | None:
-        usable = [key for key in self.keys if key.get("alg") in (None, algorithm)]
+        usable = [key for key in self.keys if key.get("alg") in (None, algorithm) and _fits(key, algorithm)]
         if kid is not None:
             return next((key for key in usable if key.get("kid") == kid), None)
         return usable[0] if len(usable) == 1 else None
@@ -132,6 +132,15 @@ class IssuerKeys:
                 if not isinstance(url, str) or not url.startswith(allowed):
                     raise InvalidArgument(f"{place}: jwks_uri", f"must be {'… or '.join(allowed)}…, got {url!r:.200}")
             return await _get(session, url)
+
+
+def _fits(key: jwk.Key, algorithm: str) -> bool:
+    """Return whether a key has the type and curve of an algorithm; keys of different types may share an id."""
+    try:
+        jws.JWSRegistry.algorithms[algorithm].check_key(key)
+    except JoseError:
+        return False
+    return True
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument
+from contract.generation import GenerationRequest
 from gateway.admission.prompt_tokens import MOST_COUNTED, load_tokenizer, size_by_bytes
 from gateway.config.policy import ModelRules
 from python_backends.tokenizer.chat_template import ChatTemplate
@@ -44,14 +45,27 @@ class ChatTokens:
     def fits(self, messages: Sequence[Mapping[str, Any]], tools: str | None, variables: str | None, most: int) -> bool:
         """Return whether a chat's prompt has at most ``most`` tokens. Raises: as ChatTemplate.render."""
         text = self.template.render(orjson.dumps(list(messages)).decode(), tools, variables)
-        size = len(text.encode())  # no token is shorter than a byte, and normalizers shorten text at most fourfold
-        if size <= most or size > 4 * self._longest_token_bytes * most:
-            return size <= most
+        return len(text.encode()) <= most or self._count(text, most) is not None  # no token is shorter than a byte
+
+    def prompt(self, request: GenerationRequest, most: int) -> int | None:
+        """Return the tokens of a prompt; None if it has more than ``most``. Raises: as ChatTemplate.render."""
+        if request.input_ids is not None:
+            return len(request.input_ids) if len(request.input_ids) <= most else None
+        if request.messages is None:
+            return self._count(request.text_input or "", most, add_special_tokens=True)
+        messages = orjson.dumps(request.messages).decode()
+        return self._count(self.template.render(messages, request.tools, request.chat_template_kwargs), most)
+
+    def _count(self, text: str, most: int, add_special_tokens: bool = False) -> int | None:
+        """Return the tokens of a text; None if it has more than ``most``."""
+        if len(text.encode()) > 4 * self._longest_token_bytes * most:  # normalizers shorten text at most fourfold
+            return None
         # Of a long text the beginning alone mostly says it; where it is cut a word may have a few tokens more.
         head = text[: 8 * most]
         if len(head) < len(text) and len(self.ids(head)) > most + _CUT_WORD:
-            return False
-        return len(self.ids(text)) <= most
+            return None
+        count = len(self.ids(text, add_special_tokens))
+        return count if count <= most else None
 
     @cached_property
     def _longest_token_bytes(self) -> int:
@@ -68,8 +82,20 @@ def context_limit(rules: ModelRules) -> int | None:
     """Return the tokens of prompt and output of a model; None if they, its tokenizer or chat template are not known."""
     if rules.tokenizer is None or chat_tokens(rules.tokenizer).template.source is None:
         return None
-    limits = [limit for limit in (rules.context_length, chat_tokens(rules.tokenizer).max_model_len) if limit]
-    return min(limits, default=None)
+    return context_length(rules)
+
+
+def context_length(rules: ModelRules) -> int | None:
+    """Return the tokens of prompt and output of a model, its chat template known or not; None if they are not."""
+    of_engine = chat_tokens(rules.tokenizer).max_model_len if rules.tokenizer is not None else None
+    return min((limit for limit in (rules.context_length, of_engine) if limit), default=None)
+
+
+def prompt_bytes(request: GenerationRequest) -> int:
+    """Return the bytes of a prompt, at least as many as it has tokens but for what a chat template adds."""
+    if request.input_ids is not None:
+        return len(request.input_ids)
+    return len(orjson.dumps(request.messages or request.text_input)) + len(request.tools or "")
 
 
 def counted(tokenizer_json: Path | None, texts: Sequence[str]) -> int:

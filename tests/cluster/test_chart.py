@@ -302,6 +302,10 @@ REFUSED = [
     ({"pools": [POOL | {"gpus": 1}]}, "pools: demo: gpus must be 0"),
     ({"pools": [POOL | {"kind": "tpu"}]}, "/pools/0/kind"),
     ({"pools": [POOL | {"env": {"TRIDENT_DRAIN_S": 3}}]}, "pools: demo.env.TRIDENT_DRAIN_S"),
+    # Ports that Services, probes and policies name.
+    ({"pools": [POOL | {"env": {"TRIDENT_GRPC_PORT": 9101}}]}, "pools: demo.env.TRIDENT_GRPC_PORT"),
+    ({"gateway": {"env": {"TRIDENT_GATEWAY_HTTP_PORT": 9100}}}, "gateway.env.TRIDENT_GATEWAY_HTTP_PORT"),
+    ({"keda": {"enabled": True, "env": {"TRIDENT_SCALER_GRPC_PORT": 1}}}, "keda.env.TRIDENT_SCALER_GRPC_PORT"),
     ({"pools": [POOL | {"engines": {"size": "lots"}}]}, "/pools/0/engines/size"),
     ({"poolDefaults": {"name": "x"}}, "/poolDefaults"),
     ({"gateway": {"requestTimeoutSeconds": 900}}, "gateway.drainSeconds: must be more than"),

@@ -34,7 +34,6 @@ def models(draw):
     return dataclasses.replace(SOME, **terms | {"step_s": draw(st.floats(1e-6, 1.0))})
 
 
-@settings(max_examples=30)
 @given(models(), counts, counts, counts, counts, st.integers(0, 2))
 def test_no_argument_shortens_a_step(model, sequences, context, prefill, more, which):
     arguments = [sequences, context, prefill]
@@ -46,7 +45,6 @@ def test_no_argument_shortens_a_step(model, sequences, context, prefill, more, w
 points = st.builds(Point, st.integers(0, 64), st.integers(0, 50_000), st.integers(0, 512), st.floats(1e-4, 2.0))
 
 
-@settings(max_examples=15)
 @given(st.lists(points, min_size=3, max_size=12))
 def test_fit_never_has_a_negative_term(measured):
     terms, p50, p95 = step_model.fit(measured)
@@ -69,7 +67,6 @@ CORES = dataclasses.replace(
 )  # fmt: skip
 
 
-@settings(max_examples=30)
 @given(models(), st.integers(1, 512), counts, st.floats(0.0, 0.01))
 def test_tokens_of_short_steps_are_sent_together(model, sequences, context, response_cpu_s):
     model = dataclasses.replace(model, cores=2, burst_cpu_s=0.001, message_cpu_s=0.001, response_cpu_s=response_cpu_s)
@@ -132,7 +129,6 @@ def test_steps_with_drafts_are_fitted_apart_from_those_without():
     assert extra_s == pytest.approx([0.009, 0.034, 0.044, 0.054, 0.056, 0.058, 0.059])
 
 
-@settings(max_examples=30)
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 16))
 def test_tokens_of_a_step_follow_the_acceptance(one, other, drafts):
     low, high = sorted((one, other))
@@ -192,7 +188,6 @@ def test_rates_follow_from_the_seconds_of_a_step():
     assert SOME.prefill_weight(8, 100) == pytest.approx(SOME.prefill_token_s * SOME.decode_tokens_per_s(8, 100))
 
 
-@settings(max_examples=30)
 @given(models(), st.floats(0.0, 3.0), st.integers(1, 256), st.integers(0, 2000), st.floats(0, 10))
 def test_the_operating_point_is_the_last_one_within_the_limit(model, limit_s, most, context, prefill):
     n = model.operating_point(limit_s, most, context, prefill)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ async def asked_until_refused(url: str, name: str) -> int:
 
 def recorded(*paths: Path) -> dict[str, int]:
     return report.sums(paths, ALWAYS, "", "UTC").rows[0]
+
+
+def reserved(path: Path) -> list[float]:
+    """Returns the amounts of all reservations, as they were written."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT leases FROM budgets").fetchall()
+    return [amount for (leases,) in rows for amount, _ in json.loads(leases).values()]
 
 
 async def stopped(gateway: asyncio.subprocess.Process) -> list[dict[str, Any]]:

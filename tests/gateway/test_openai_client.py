@@ -131,6 +131,16 @@ async def test_n_makes_so_many_choices_with_seeds_of_their_own():
         assert sorted(ends) == [0, 1]
 
 
+async def test_choices_are_told_apart_whichever_has_text_first():
+    def script(seen) -> Script:
+        return Script((" late",), first_token_s=0.3) if seen.value("seed") == 5 else Script((" early",))
+
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        async with ask.chat.completions.stream(model="demo", messages=HELLO, n=2, seed=5) as stream:
+            choices = (await stream.get_final_completion()).choices
+        assert [(choice.index, choice.message.content) for choice in choices] == [(0, " late"), (1, " early")]
+
+
 async def test_several_prompts_count_each_prompt_once():
     async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
         done = await ask.completions.create(model="demo", prompt=["a b", "c d e"], n=2, max_tokens=2)

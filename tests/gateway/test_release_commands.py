@@ -57,6 +57,35 @@ def test_the_file_is_changed_and_what_happens_is_said(tmp_path: Path, capsys):
     assert table(path)["releases"]["r"]["rollback"] == {"automatic": True}
 
 
+def test_who_changed_a_release_is_in_the_audit_log(tmp_path: Path, monkeypatch, capsys):
+    path, log = tmp_path / "gateway.toml", tmp_path / "audit"
+    path.write_text("")
+    monkeypatch.setenv("TRIDENT_GATEWAY_AUDIT_LOG", str(log))
+    run(*START, "--config", path)
+    run("shift", "r", "--to", "25", "--config", path)
+    with pytest.raises(InvalidArgument):
+        run("finish", "r", "--config", path)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["action"], line["target"], line["after"]) for line in lines] == [
+        ("release.start", "r", {"stable": "stable", "candidate": "next", "weight": 5}),
+        ("release.shift", "r", {"to": 25}),
+    ]
+    assert all(line["who"].startswith("command line of ") and line["role"] == "operator" for line in lines)
+    monkeypatch.setenv("TRIDENT_GATEWAY_AUDIT_LOG", str(tmp_path))  # stands in the way of no rollback
+    run("rollback", "r", "--config", path)
+    assert "warning: TRIDENT_GATEWAY_AUDIT_LOG: cannot be written" in capsys.readouterr().err
+    assert table(path)["releases"]["r"]["rolled_back"] == "by an operator"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("release", "shift", "r", "--to", "nan"), ("key", "create", "a/b/c", "--expires-in-s", "inf")]
+)
+def test_a_number_that_json_does_not_have_is_refused_by_its_option(arguments, capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse(arguments)
+    assert f"argument {arguments[-2]}: must be a number, got '{arguments[-1]}'" in capsys.readouterr().err
+
+
 def test_what_the_file_may_not_hold_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):
     path = tmp_path / "gateway.toml"
     path.write_text("")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import ssl
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -191,3 +193,30 @@ async def test_a_replica_registers_over_tls(pki: Path, stranger: Path, tmp_path:
             await until(lambda: bool(entries() or said))  # noqa: B023
             assert bool(entries()) is accepted and (accepted or "certificate" in said[0])
             await registration.close()
+
+
+async def test_commands_trust_the_authority_of_the_environment(pki: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("an-operators-token-0123")
+    async with gateway(**served(pki), admin_token_file=token, replicas="registered") as running:
+        url = f"https://localhost:{running.port}"
+        for authority, code in (({}, 2), ({"SSL_CERT_FILE": str(pki / "ca.pem")}, 0)):
+            environ = {**os.environ, variable("admin_token_file"): str(token), **authority}
+            words = ("-m", "gateway", "release", "status", "--gateway", url)
+            command = await asyncio.create_subprocess_exec(sys.executable, *words, env=environ)
+            assert await command.wait() == code
+
+
+async def test_what_has_no_certificate_cannot_register_where_clients_need_one(pki: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("an-operators-token-0123")
+    files = {**served(pki), "tls_client_ca": pki / "ca.pem", "admin_token_file": token}
+    async with gateway(**files, replicas="registered") as running:
+        said: list[str] = []
+        settings = ServerSettings(
+            register_=f"localhost:{running.port}", register_token_file=token, register_ca=pki / "ca.pem"
+        )
+        registration = Registration(settings, {}, lambda: ("ready", None), said.append)
+        await until(lambda: bool(said))
+        assert not running.service.replicas.registrations.entries()
+        await registration.close()

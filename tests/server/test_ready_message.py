@@ -1,7 +1,7 @@
 """The message of a ready server."""
 
 from server.ready_message import ready_message
-from server.settings import Settings
+from server.settings import ROOT, Settings
 
 
 def test_endpoints_and_engine_are_listed():
@@ -15,11 +15,10 @@ def test_the_client_command_names_the_url_only_if_it_is_not_the_default():
     assert "-m clients --url 127.0.0.1:9001 " in ready_message(Settings(grpc_port=9001))
 
 
-def test_tls_is_mentioned_only_if_it_is_on(tmp_path):
+def test_tls_is_mentioned_only_if_it_is_on():
     assert "TLS" not in ready_message(Settings())
-    for name in ("cert.pem", "key.pem"):
-        (tmp_path / name).touch()
-    settings = Settings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+    certificates = ROOT / "tests" / "clients" / "certificates"
+    settings = Settings(tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")
     assert "ModelStreamInfer over TLS" in ready_message(settings)
 
 

@@ -64,6 +64,16 @@ def test_tls_needs_both_files_and_both_must_exist(tmp_path):
         Settings.from_environment({"TRIDENT_TLS_CERT": str(cert), "TRIDENT_TLS_KEY": str(tmp_path / "key.pem")})
 
 
+def test_a_key_of_another_certificate_is_refused_before_triton_says_that_its_port_is_taken():
+    folder = Path(__file__).parents[1] / "clients" / "certificates"
+    pair = {"TRIDENT_TLS_CERT": str(folder / "server.pem"), "TRIDENT_TLS_KEY": str(folder / "server.key")}
+    assert Settings.from_environment(pair).tls_cert == folder / "server.pem"
+    with pytest.raises(InvalidArgument, match="TRIDENT_TLS_CERT: must be a certificate with its key"):
+        Settings.from_environment({**pair, "TRIDENT_TLS_CERT": str(folder / "ca.pem")})
+    with pytest.raises(InvalidArgument, match="TRIDENT_TLS_CA: must be a certificate in PEM"):
+        Settings.from_environment({**pair, "TRIDENT_TLS_CA": pair["TRIDENT_TLS_KEY"]})
+
+
 def test_every_run_has_a_key_of_its_own_that_does_not_show():
     first, second = Settings(), Settings()
     assert first.admin_key != second.admin_key and first.admin_key not in repr(first)

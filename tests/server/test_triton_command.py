@@ -48,10 +48,9 @@ def test_a_vanished_peer_is_pinged_and_clients_may_ping_as_often():
     assert "grpc-http2-min-recv-ping-interval-without-data=2000" in found
 
 
-def test_tls_traces_and_log_levels_are_set_only_if_configured(tmp_path):
+def test_tls_traces_and_log_levels_are_set_only_if_configured():
     assert not [flag for flag in flags() if "ssl" in flag or "trace-config" in flag]
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    cert.touch(), key.touch()
+    cert, key = (ROOT / "tests" / "clients" / "certificates" / name for name in ("server.pem", "server.key"))
     found = flags(tls_cert=cert, tls_key=key, otlp_endpoint="http://collector:4318/v1/traces", trace_every=10)
     assert "grpc-use-ssl=true" in found and f"grpc-server-cert={cert}" in found and f"grpc-server-key={key}" in found
     assert "trace-config=opentelemetry,url=http://collector:4318/v1/traces" in found

@@ -293,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(stateful_step_count=40)
 
 
 @given(st.integers(1, 50))

@@ -267,7 +267,6 @@ WORK = st.lists(
 )
 
 
-@settings(max_examples=15)
 @given(WORK, st.floats(0.001, 5), st.floats(0.001, 5))
 def test_the_ledger_is_what_was_charged_and_what_answers_said(work: list, price: float, output: float) -> None:
     async def run() -> None:

@@ -269,3 +269,32 @@ def test_a_policy_needs_a_limit_and_a_model_that_there_is():
         with pytest.raises(InvalidArgument) as raised:
             policy.read("f", tomllib.loads(MODELS.replace("CONTEXT", rules)), {})
         assert problem in str(raised.value)
+
+
+@pytest.mark.slow
+async def test_an_answer_without_max_tokens_has_what_its_prompt_leaves():
+    """OpenAI's clients rarely send max_tokens: a conversation must not fail 256 tokens before its model is full."""
+    async with FakeReplica(lambda seen: Script((" x",))) as replica:
+        config = f'[models.demo]\npools = ["default"]\ncontext_length = 150\ntokenizer = "{TOKENIZER}"'
+        async with gateway(config=config, replicas=f"default={replica.url}", metrics_port=0) as running:
+            await until(lambda: bool(running.service.replicas.ready()))
+
+            async def sent(path: str, **fields: Any) -> int:
+                status, _, answer = await running.post(path, {"model": "demo", **fields})
+                assert status == 200, answer
+                return int(replica.seen[-1].value("max_tokens"))
+
+            chat = {"messages": LONG[:5]}
+            left = await sent("/v1/chat/completions", **chat)
+            assert left == 150 - tokens_of(replica) > 0
+            assert await sent("/v1/responses", input=LONG[:5]) == left
+            # What a caller sends is sent on, for the replica to refuse.
+            assert await sent("/v1/chat/completions", **chat, max_completion_tokens=149) == 149
+            assert await sent("/v1/chat/completions", **chat, truncate_prompt_tokens=-1) == 256
+            assert await sent("/v1/chat/completions", **chat, truncate_prompt_tokens=10) == 140
+            assert await sent("/v1/completions", prompt=[1] * 145) == 5
+            assert await sent("/v1/completions", prompt=[1] * 150) == 16  # nothing is left: the prompt is too long
+            text = "def f(x): pass " * 23
+            size = len(chat_tokens(TOKENIZER).ids(text, add_special_tokens=True))
+            await sent("/v1/completions", prompt=["short", text], n=2)
+            assert sorted(seen.value("max_tokens") for seen in replica.seen[-4:]) == [150 - size] * 2 + [16] * 2

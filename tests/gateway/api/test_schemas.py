@@ -120,6 +120,15 @@ def test_a_chat_takes_the_default_limit_and_either_name_of_its_own() -> None:
         assert chat(**{name: 3}).generations(SETTINGS, 5.0)[0].max_tokens == 3
 
 
+def test_what_is_not_supported_is_accepted_as_what_changes_nothing() -> None:
+    """Clients in some languages send every field that they know."""
+    nothing = dict.fromkeys(("audio", "prediction", "web_search_options", "functions"))
+    assert chat(**nothing, verbosity="medium").generations(SETTINGS, 5.0) == chat().generations(SETTINGS, 5.0)
+    for name, value in (("prediction", {"type": "content"}), ("verbosity", "low"), ("web_search_options", {})):
+        with pytest.raises(InvalidArgument, match=f"^{name}: "):
+            chat(**{name: value})
+
+
 def test_parts_of_text_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     [request] = chat(messages=[{"role": "developer", "content": parts}]).generations(SETTINGS, 5.0)

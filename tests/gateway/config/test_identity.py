@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
@@ -54,7 +54,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=25)
 @given(st.dictionaries(st.sampled_from(["a", "b", "a.b"]), JSON, max_size=3))
 def test_any_claims_give_texts_that_begin_and_are_as_the_rule_says(claims: dict[str, Any]) -> None:
     every = rule(claim="a.b").find(claims)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from clients import AsyncClient
-from contract.errors import PermissionDenied
+from contract.errors import InvalidArgument, PermissionDenied
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.config.hooks import HookRules
 from gateway.config.tenant import Tenant
@@ -100,6 +100,27 @@ async def test_a_request_that_cannot_be_served_is_a_failure(kind: str):
         assert found is not None
         assert await found.changed(asked, "demo", "") == asked and chat[0]["content"] == "one"
     assert made._metrics.calls.labels("odd", "request", "error")._value.get() == 1
+
+
+async def test_the_log_names_the_field_that_a_hook_made_wrong(caplog: pytest.LogCaptureFixture):
+    for kind, told in (("number", "ValidationError of stop"), ("nonsense", "got str"), ("messages", "of messages")):
+        rules = HookRules(use=f"{SAMPLES}:Requests", options={"kind": kind}, on_failure="open", timeout_ms=5000.0)
+        with hooks(odd=rules).call(RequestContext(Tenant(), "http", "chat", "r")) as found:
+            assert found is not None
+            await found.changed([GenerationRequest(text_input="one")], "demo", "")
+        assert told in caplog.messages[-1]
+
+
+async def test_a_refused_reload_does_not_show_a_hook_as_called_again():
+    out = HookRules(use=f"{SAMPLES}:Upper", timeout_ms=5000.0)
+    made = hooks(upper=out)
+    made._metrics.out.labels("upper").set(1)
+    with pytest.raises(InvalidArgument):
+        made.prepare({"upper": out.model_copy(update={"threads": 2}), "odd": HookRules(use="no.such:Hook")})
+    assert made._metrics.out.labels("upper")._value.get() == 1
+    made.prepare({"upper": out.model_copy(update={"threads": 2})})
+    made.change()
+    assert made._metrics.out.labels("upper")._value.get() == 0
 
 
 async def test_a_hook_may_say_who_asks():

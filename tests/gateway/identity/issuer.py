@@ -56,8 +56,8 @@ class Issuer:
     def token(self, signer: Any = None, header: dict[str, Any] | None = None, **claims: Any) -> str:
         signer = signer or self.keys[0]
         algorithm = {"EC": "ES256", "RSA": "RS256", "OKP": "EdDSA"}[signer.key_type]
-        fields = {"alg": algorithm, "kid": signer.kid, **(header or {})}
-        made = {name: value for name, value in self.claims(**claims).items() if value is not None}
+        fields, made = {"alg": algorithm, "kid": signer.kid, **(header or {})}, self.claims(**claims)
+        fields, made = ({name: one[name] for name in one if one[name] is not None} for one in (fields, made))
         from gateway.identity.tokens import _Registry  # without joserfc's warning of EdDSA
 
         return jwt.encode(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import PermissionDenied, Unauthenticated
@@ -14,7 +14,6 @@ NAMES = st.sampled_from(["acme", "acme2", "acm", "b"])
 LEVELS = st.lists(NAMES, min_size=0, max_size=3).map("/".join)
 
 
-@settings(max_examples=50)
 @given(LEVELS, LEVELS)
 def test_an_admin_manages_its_level_and_what_is_below_it(own: str, level: str) -> None:
     below = own != "" and level.split("/")[: own.count("/") + 1] == own.split("/")

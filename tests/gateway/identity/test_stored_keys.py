@@ -208,7 +208,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(STEPS)
 def test_exactly_the_keys_that_are_listed_as_active_are_found(steps: list[tuple[str, str, Any]]) -> None:
     async def check() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from joserfc import jwk, jwt
@@ -54,6 +57,30 @@ async def tokens(
         yield made
     finally:
         await made.close()
+
+
+def test_the_rules_of_the_documentation_find_the_roles_and_the_team():
+    text = (Path(__file__).parents[3] / "docs" / "identity.md").read_text("utf-8")
+    [shown] = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    corp = IdentityRules.model_validate(tomlkit.parse(shown).unwrap()["identity"]).issuers["corp"]
+    claims = {
+        "groups": ["/trident/R&D", "/trident-admins"],
+        "realm_access": {"roles": ["trident-operator"]},
+        "scope": "openid trident.admin",
+    }
+    assert corp.team is not None and corp.team.first(claims) == "research"
+    for rule in (corp.operators, corp.org_admins, corp.team_admins):
+        assert rule is not None and rule.find(claims) and not rule.find({"groups": ["/trident/R&D"]})
+
+
+async def test_a_key_is_found_among_those_that_its_algorithm_can_use():
+    async with issuer() as served:
+        shared, ours = key("one"), key("one", "RSA")  # RFC 7517: keys of different types may have one id
+        served.keys = [ours, shared, jwk.ECKey.generate_key("P-384", {"kid": "one"})]
+        async with tokens(served) as made:
+            for signer in (ours, shared):
+                assert (await made.principal(served.token(signer))).tenant is not None
+                assert (await made.principal(served.token(signer, {"kid": None}, sub="bob"))).tenant is not None
 
 
 def part(fields: Any) -> str:
@@ -159,7 +186,7 @@ async def test_a_token_cannot_choose_how_it_is_verified():
         await refused(made, served.token(key("rsa"), {"kid": "rsa"}))  # ES256 by the id of an RSA key
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         st.text(max_size=80),

@@ -6,7 +6,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prompts.json_text import compact, plain_schema, plain_tools, table
@@ -46,7 +46,6 @@ def schemas(draw, depth=2):
     return {"type": "string", **more} if kind == "string" else {"enum": ["x", {"title": "y"}], **more}
 
 
-@settings(max_examples=15)
 @given(
     schemas(),
     st.recursive(st.sampled_from(("x", {"title": "y"}, {})), lambda v: st.dictionaries(NAMES, v) | st.lists(v)),

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
@@ -134,7 +134,6 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
 @given(steps=_STEPS)
 def test_bounds_and_deletions_hold_after_any_steps(tmp_path_factory, steps):
     store = SampleStore(tmp_path_factory.mktemp("samples"), None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import EngineFailed, InvalidArgument, Overloaded
@@ -109,7 +109,6 @@ def outputs(draw: st.DrawFn) -> tuple[list[str], FinishReason]:
     return pieces, end
 
 
-@settings(max_examples=60, deadline=None)
 @given(outputs(), st.lists(st.integers(0, 120), max_size=30), st.integers(0, 3))
 def test_every_division_of_an_output_gives_the_same_response(output: Any, splits: list[int], lag: int) -> None:
     pieces, end = output
