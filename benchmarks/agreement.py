@@ -101,7 +101,7 @@ def ours(target: Target, prompts: PromptSource, workload: Workload, requests: in
     records = (result := asyncio.run(send())).records
     if failed := [record.error for record in records if not record.ok]:
         raise EngineFailed(f"{len(failed)} requests failed, the first with {failed[0]}")
-    window = min(record.sent_s for record in records), max(record.ended_s for record in records)
+    window = min(record.intended_s for record in records), max(record.ended_s for record in records)
     found = figures.compute(records, window)
     values = {"requests/s": found.requests_per_s, "tokens/s": found.output_tokens_per_s}
     values |= {f"{name} p50, ms": 1e3 * of.p50 for name, of in (("TTFT", found.ttft_s), ("latency", found.latency_s))}

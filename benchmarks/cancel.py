@@ -99,7 +99,9 @@ def capacity(server: ServerUnderTest, max_tokens: int) -> int:
 
     Raises InvalidArgument: not even one.
     """
-    metrics = scrape.fetch(server.metrics_url or "")
+    if server.metrics_url is None:
+        raise InvalidArgument("metrics_url", "must be given: the engine's slots and KV blocks are read there")
+    metrics = scrape.fetch(server.metrics_url)
     name = "nv_trt_llm_kv_cache_block_metrics"
     slots = round(metrics.value(_SLOTS, request_type="max"))
     blocks = metrics.value(name, kv_cache_block_type="max")

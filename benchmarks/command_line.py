@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from benchmarks.gateway import run as gateway_run
 from benchmarks.measurement import Measurement, ServerUnderTest
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.workload import Workload
+from clients.command_line import number
 from clients.terminal import forget_stdout
 from clients.wire.connection import Connection
 from contract import interpreter, manifest
@@ -59,22 +60,10 @@ Without --engine the server at TRIDENT_URL and TRIDENT_METRICS_URL is measured (
 """
 
 
-def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
-    """Return a reader of numbers that ``accepts`` takes, for argparse. allowed: which, in words."""
-
-    def read(text: str) -> Any:
-        with suppress(ValueError):
-            if accepts(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
-
-    return read
-
-
-_seconds = _number(float, lambda value: 0 <= value <= 86_400, "between 0 and 86400")
-_positive = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
-_count = _number(int, lambda value: value >= 1, "a whole number from 1")
-_processes = _number(int, lambda value: 1 <= value <= 64, "a whole number from 1 to 64")
+_seconds = number(float, lambda value: 0 <= value <= 86_400, "between 0 and 86400")
+_positive = number(float, lambda value: 0 < value < math.inf, "a number above 0")
+_count = number(int, lambda value: value >= 1, "a whole number from 1")
+_processes = number(int, lambda value: 1 <= value <= 64, "a whole number from 1 to 64")
 
 
 def _counts(text: str) -> list[int]:
@@ -199,6 +188,11 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(command=run)
         return added
 
+    def of_engine(name: str, run: Callable[..., int], about: str, **options: object) -> None:
+        """Add a command whose ``run`` takes the engine, these options in order, the rounds and the folder."""
+        options = {"engine": "demo", **options, "rounds": 3}
+        command(name, lambda a: run(*(getattr(a, of) for of in options), _folder(a, name)), about, **options, out=None)
+
     single = command("run", run, "one load: every figure, and self-checks", **_SERVER, **_LOAD)
     either = single.add_mutually_exclusive_group()
     either.add_argument("--concurrency", type=int, default=8, metavar="N", help="closed loop (default %(default)s)")
@@ -213,24 +207,16 @@ def parser() -> argparse.ArgumentParser:
         "the ensemble beside the engine over gRPC and the engine in process",
         **{"engines": ",".join(efficiency.ENGINES_MEASURED), "rounds": 3, "concurrency": "1,8,32,64", "out": None},
     )
-    command(
-        "hops",
-        lambda a: hops.run(a.engine, a.concurrency, a.tokens, a.rounds, _folder(a, "hops")),
-        "CPU per response by process, and the phases of the time to first token",
-        **{"engine": "demo", "concurrency": "1,32", "tokens": 128, "rounds": 3, "out": None},
-    )
+    about = "CPU per response by process, and the phases of the time to first token"
+    of_engine("hops", hops.run, about, concurrency="1,32", tokens=128)
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
     limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "machine": None, "out": None}
     calibrates = served(lambda server, a: calibrate.run(server, a.rounds, a.seconds, a.out, a.machine))
     command("calibrate", calibrates, about, **_SERVER, **limits)
     about = "how many times as long as when it was calibrated an engine's steps take"
     command("speed", served(lambda server, a: speed.run(server, _folder(a, "speed"))), about, **_SERVER, out=None)
-    command(
-        "textbook",
-        lambda a: textbook_cost.run(a.engine, a.step_ms, a.concurrency, a.tokens, a.rounds, _folder(a, "textbook")),
-        "CPU per response and per token beside a textbook ensemble, with an engine that computes nothing",
-        **{"engine": "demo", "concurrency": "8,32,128", "tokens": 128, "rounds": 3, "step_ms": 12.0, "out": None},
-    )
+    about = "CPU per response and per token beside a textbook ensemble, with an engine that computes nothing"
+    of_engine("textbook", textbook_cost.run, about, step_ms=12.0, concurrency="8,32,128", tokens=128)
     about = "how soon a cancelled request's slot is free, under load"
     cancels = served(lambda server, a: cancel.run(server, a.samples, a.max_tokens, _folder(a, "cancel")))
     command("cancel", cancels, about, **_SERVER, samples=50, max_tokens=480, out=None)
@@ -241,8 +227,7 @@ def parser() -> argparse.ArgumentParser:
     about = "latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
     parts: dict[str, object] = {"only": ",".join(gateway_run.PARTS), "protocols": "http,grpc"}
     relay = command("gateway", run_gateway, about, **parts, rounds=2, seconds=3.0, out=None)
-    slow = gateway_run.STREAMS
-    _add(relay, "streams", slow)
+    _add(relay, "streams", gateway_run.STREAMS)
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
     about = "our load generator beside perf_analyzer and AIPerf: the same load in turns, and whether they agree"
     turns: dict[str, object] = {"only": ",".join(agreement.STREAMS), "engine": "demo", "url": "", "concurrency": None}
@@ -263,25 +248,11 @@ def parser() -> argparse.ArgumentParser:
         **{"only": "", "quick": False, "keep": False, "budget": None, "model": checkpoint_folder.REAL, "out": None},
     )
     about = "how soon a replica generates after its start and after its engine died, and its memory"
-    command(
-        "start",
-        lambda a: start.run(a.engine, a.streams, a.rounds, _folder(a, "start")),
-        about,
-        **{"engine": "demo", "streams": 32, "rounds": 3, "out": None},
-    )
-    command(
-        "prefix",
-        lambda a: prefix.run(a.engine, a.concurrency, a.rounds, _folder(a, "prefix")),
-        "what the prefix cache gives to prompts that share a system prompt",
-        **{"engine": "demo", "concurrency": "1,8", "rounds": 3, "out": None},
-    )
+    of_engine("start", start.run, about, streams=32)
+    about = "what the prefix cache gives to prompts that share a system prompt"
+    of_engine("prefix", prefix.run, about, concurrency="1,8")
     about = "what streams get while long prompts are read beside them"
-    command(
-        "mixed",
-        lambda a: mixed.run(a.engine, a.streams, a.input_tokens, a.duration, a.rounds, _folder(a, "mixed")),
-        about,
-        **{"engine": "demo", "streams": 32, "input_tokens": 2048, "duration": 8.0, "rounds": 3, "out": None},
-    )
+    of_engine("mixed", mixed.run, about, streams=32, input_tokens=2048, duration=8.0)
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole
@@ -306,14 +277,20 @@ def served(run: Callable[[ServerUnderTest, argparse.Namespace], int]) -> Callabl
 def run_peers(arguments: argparse.Namespace) -> int:
     load = arguments.rounds, arguments.duration, arguments.input, arguments.output
     kinds = tuple(_among("prompts", arguments.prompts, tuple(prompts.KINDS)))
+    # All are refused before an engine is built, which takes minutes.
+    only, also = _among("only", arguments.only, tuple(peer_servers.PEERS)), [*filter(None, arguments.also.split(","))]
+    for url in also:
+        peer_servers.by_hand(url)
+    for field in ("input", "output"):
+        lengths.parse(getattr(arguments, field), field)
     subject = peer_servers.subject(arguments.model, arguments.precision)
     plan = peers.Plan(subject, tuple(arguments.concurrency), *load, kinds)
-    also = [*filter(None, arguments.also.split(","))]
-    return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"), also)
+    return peers.run(only, plan, _folder(arguments, "peers"), also)
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    only, model = [*filter(None, arguments.only.split(","))], arguments.model
+    only = _among("only", arguments.only, [part.name for part in suite.PARTS]) if arguments.only else []
+    model = arguments.model
     try:
         checkpoint = checkpoint_folder.of(model)
         if not (checkpoint / "model.safetensors").is_file():

@@ -94,14 +94,13 @@ class ServingPath:
 
     async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
         waits = self._waits()
-        cpu_before, before = machine.cpu_time(), processes.use(self._root)
+        watch, before = machine.Watch(), processes.use(self._root)
         result = await drive(workload, self._target, self._prompts, Extent(None, 0.0, requests))
         used, records = processes.difference(before, processes.use(self._root)), result.records
         if failed := [record.error for record in records if not record.ok]:
             raise EngineFailed(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
         client_s = sum(use.cpu_s for use in result.generators)
-        ours_s = client_s + sum(use.cpu_s for use in used.values())
-        others = machine.host_load(cpu_before, machine.cpu_time(), ours_s).others
+        others = watch.load(sum(use.cpu_s for use in used.values())).others
         return Batch(
             self.name,
             workload.concurrency or 0,
@@ -134,11 +133,11 @@ class RawPath:
         self._raw, self._prompts = raw, prompts
 
     async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
-        concurrency, cpu_before = workload.concurrency or 0, machine.cpu_time()
+        concurrency, watch = workload.concurrency or 0, machine.Watch()
         planned = [workload.request(number, self._prompts) for number in range(requests)]
         ids = [self._prompts.ids(one.prompt) for one in planned]
         answer = self._raw.batch(ids, planned[0].max_tokens, concurrency)
-        others = machine.host_load(cpu_before, machine.cpu_time(), answer["cpu_s"]).others
+        others = watch.load(answer["cpu_s"]).others
         tokens, wall_s, ttfts_s, cpu_s = (answer[name] for name in ("tokens", "wall_s", "ttfts_s", "cpu_s"))
         return Batch(RAW, concurrency, round_, tokens, wall_s, ttfts_s, cpu_s, others_share=others)
 

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import queue
 import resource
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -99,6 +100,7 @@ def _run_loop(load: Load, share: Share, start_at: Callable[[], float] = time.mon
 
 
 def _child(nth: int, load: Load, share: Share, messages: Any, go: Any, start: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

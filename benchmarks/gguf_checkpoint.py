@@ -72,14 +72,23 @@ def splits_digits(tokenizer: dict) -> bool:
     return any(one["type"] == "Digits" and one["individual_digits"] for one in pre.get("pretokenizers", [pre]) if one)
 
 
+def check(config: dict, tokenizer: dict) -> None:
+    """Raises ValueError: the GGUF file would be of another model."""
+    if config["architectures"] != ["LlamaForCausalLM"]:
+        raise ValueError(f"architectures: must be LlamaForCausalLM, got {config['architectures']}")
+    if scaling := config.get("rope_scaling"):  # llama.cpp reads its factors from a tensor of their own
+        raise ValueError(f"rope_scaling: must be null, got {scaling}")
+    if "ByteLevel" not in json.dumps(decoder := tokenizer.get("decoder")):
+        raise ValueError(f"decoder of tokenizer.json: must be ByteLevel, got {decoder}")
+
+
 def write(checkpoint: Path, out: Path, precision: str) -> None:
-    """Write the GGUF file. Norms stay f32, as llama.cpp requires."""
+    """Write the GGUF file. Norms stay f32, as llama.cpp requires. Raises as ``check``."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
-    if config["architectures"] != ["LlamaForCausalLM"]:
-        raise ValueError(f"architectures: must be LlamaForCausalLM, got {config['architectures']} in {checkpoint}")
+    check(config, tokenizer)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     kind = gguf.GGMLQuantizationType[PRECISIONS[precision]]

@@ -66,7 +66,11 @@ class Watch:
 
     def others(self) -> float:
         """Return the share of the machine that was not available to us."""
-        return host_load(self._cpu, cpu_time(), _ours_s() - self._ours_s).disturbance
+        return self.load().disturbance
+
+    def load(self, servers_s: float = 0.0) -> HostLoad:
+        """Return the load since then. servers_s: CPU seconds of measured processes that still run."""
+        return host_load(self._cpu, cpu_time(), _ours_s() - self._ours_s + servers_s)
 
 
 def children_s() -> float:

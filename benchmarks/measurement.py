@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -114,12 +114,11 @@ def measure(
     watch = GaugeWatch(server.metrics_url) if server.metrics_url and before is not None else None
     progress.show(name)
     with watch or nullcontext():
-        before_cpu = machine.cpu_time()
+        machine_watch = machine.Watch()
         before_use = processes.use(root) if root else {}
         result = generator_processes.run(load, generators)
         used = processes.difference(before_use, processes.use(root)) if root else {}
-        ours_s = sum(use.cpu_s for use in used.values()) + sum(use.cpu_s for use in result.generators)
-        host_load = machine.host_load(before_cpu, machine.cpu_time(), ours_s)
+        host_load = machine_watch.load(sum(use.cpu_s for use in used.values()))
     after = _scrape(server.metrics_url, settled=True)
     own: ServerSide | None = None
     if before is not None and after is not None:
@@ -154,7 +153,8 @@ def measure_unsaturated(
     run = measure(name, workload, server, extent, generators=generators, **options)
     while self_check.saturated(run.checks) and generators * 2 <= most:
         generators *= 2
-        run = measure(f"{name}, {generators} generators", workload, server, extent, generators=generators, **options)
+        other = replace(workload, seed=workload.seed + 1_000_000 * generators)  # those are in the prefix cache now
+        run = measure(f"{name}, {generators} generators", other, server, extent, generators=generators, **options)
     return run
 
 

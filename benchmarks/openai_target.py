@@ -41,9 +41,8 @@ class OpenAITarget(DeltaTarget):
         if not request.stream:
             raise InvalidArgument("stream", "must be true for an OpenAI server, got false")
         body = {"model": self._model, "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0.0}
-        fixed = {"ignore_eos": True} if request.ignore_eos and "ignore_eos" in self._extra else {}
-        extra = {name: value for name, value in self._extra.items() if name != "ignore_eos"}
-        return self._read(body | {"stream": True} | extra | fixed)
+        extra = {name: value for name, value in self._extra.items() if name != "ignore_eos" or request.ignore_eos}
+        return self._read(body | {"stream": True} | extra)
 
     async def close(self) -> None:
         if self._session is not None:

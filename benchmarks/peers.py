@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import figures, machine, peer_servers, progress, report
 from benchmarks.driver import Extent, drive
+from benchmarks.lengths import Fixed, Lengths
 from benchmarks.lengths import parse as lengths_of
 from benchmarks.machine import HostLoad
 from benchmarks.peer_servers import PEERS, Peer, Running, Subject
@@ -231,7 +232,7 @@ async def _round(
 ) -> Round:
     most_s = max(LOAD_S, plan.duration_s)
     extent = Extent(plan.duration_s, WARMUP_S, answers=level, most_s=most_s)
-    machine_before, used_before = machine.cpu_time(), server.use().cpu_s
+    watch, used_before = machine.Watch(), server.use().cpu_s
     progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
     async with server.target() as target:
         result = await drive(workload, target, prompts, extent)
@@ -247,19 +248,20 @@ async def _round(
         tokens_per_s=figures.compute(result.records, (window[0], window[1])).output_tokens_per_s,
         tokens=sum(record.tokens for record in result.records),
         ttfts_s=[record.ttft_s for record in mine if record.ttft_s is not None],
-        failed=sum(_wrong(record) for record in result.records),
+        failed=sum(_wrong(record, workload.output_tokens) for record in result.records),
         input_tokens=sorted({record.input_tokens for record in result.records if record.ok}),
         steady=steady,
         server_cpu_s=server_cpu_s,
         client_cpu_s=client_cpu_s,
         # CPU of a server that is not seen cannot be told from that of other processes: none counts as theirs.
-        host_load=machine.host_load(machine_before, machine.cpu_time(), server_cpu_s + client_cpu_s),
+        host_load=watch.load(server_cpu_s),
     )
 
 
-def _wrong(record: Record) -> bool:
-    """Return whether an answer failed, or its length differs from its usage."""
-    return not record.ok or (record.usage_tokens is not None and record.usage_tokens != record.tokens)
+def _wrong(record: Record, requested: Lengths) -> bool:
+    """Return whether an answer failed, or its length differs from its usage or from the one that all were to have."""
+    known = {record.usage_tokens, requested.tokens if isinstance(requested, Fixed) else None} - {None}
+    return not record.ok or known - {record.tokens} != set()
 
 
 def _report(comparison: Comparison) -> str:
@@ -300,7 +302,9 @@ def goals(comparison: Comparison) -> list[report.Goal]:
             label = _label(comparison.plan, name, kind, level)
             if values := found.get(f"{SPEED}: {label}", {}).get("values"):
                 ratio = statistics.median(values)
-                theirs = min(ms for peer, ms in first_ms.items() if not peer.startswith("Trident"))
+                # A peer that answered nothing has no first token.
+                peers = (ms for peer, ms in first_ms.items() if not peer.startswith("Trident") and ms > 0)
+                theirs = min(peers, default=math.nan)
                 out.append(report.at_least(f"{SPEED}: {label}", ratio, SPEED_GOAL))
                 out.append(report.at_most(f"TTFT p95 of the best peer's: {label}", first_ms[name] / theirs, 1.0))
     return out
@@ -382,6 +386,9 @@ def _doubts(comparison: Comparison) -> list[str]:
         doubts.append(
             f"other processes used more than {OTHERS_SHARE:.0%} of the machine, up to {most:.0%}, during: {which}"
         )
+    if wrong := [part for part in comparison.rounds if part.failed]:
+        which = ", ".join(f"{part.failed} of {part.peer} at {part.concurrency}" for part in wrong)
+        doubts.append(f"answers failed, or were not as long as requested or told: {which}")
     if unsteady := [part for part in comparison.rounds if not part.steady]:
         which = ", ".join(f"{part.peer} at {part.concurrency}" for part in unsteady)
         doubts.append(

@@ -6,6 +6,7 @@ The server is found by the port it listens on; its stubs and the engine worker a
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -40,13 +41,7 @@ class Use:
     waited_s: float = 0.0
 
     def __add__(self, other: Use) -> Use:
-        return Use(
-            self.cpu_s + other.cpu_s,
-            self.rss_bytes + other.rss_bytes,
-            self.peak_rss_bytes + other.peak_rss_bytes,
-            self.processes + other.processes,
-            self.waited_s + other.waited_s,
-        )
+        return Use(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 NOTHING = Use(0.0, 0, 0, 0)

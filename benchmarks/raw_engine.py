@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.child_process import ROOT
+from benchmarks.child_process import ROOT, stop
 from contract.errors import EngineFailed
 
 
 class RawEngine:
-    """The process that holds the pipeline; a context manager."""
+    """The process that holds the pipeline; a context manager. Raises EngineFailed: it cannot be loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -31,16 +31,16 @@ class RawEngine:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.load_s = self._answer()["load_s"]
+        self._answer()
 
     def __enter__(self) -> RawEngine:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._close()
+        stop(self._process)
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> dict:
-        """Run one batch; return {"tokens", "wall_s", "cpu_s", "ttfts_s", "longest_step_s"}."""
+        """Run one batch; return {"tokens", "wall_s", "cpu_s", "ttfts_s"}."""
         request = {"prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens, "concurrency": concurrency}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -51,15 +51,10 @@ class RawEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise EngineFailed(f"the raw engine ended with code {self._close()}")
+            code = self._process.wait()
+            stop(self._process)
+            raise EngineFailed(f"the raw engine ended with code {code}")
         return json.loads(line)
-
-    def _close(self) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        code = self._process.wait(30)
-        self._process.stdout.close()
-        return code
 
 
 def main(folder: Path) -> None:
@@ -72,9 +67,8 @@ def main(folder: Path) -> None:
     from python_backends.cpu_engine.pipeline import open_pipeline
     from python_backends.cpu_engine.worker import generation_config
 
-    began_s = time.perf_counter()
     pipeline = open_pipeline(folder, manifest.load(folder))
-    print(json.dumps({"load_s": time.perf_counter() - began_s}), flush=True)
+    print(json.dumps("loaded"), flush=True)
     next_id = 0
     greedy = SamplingParams(temperature=0.0)
     for line in sys.stdin:
@@ -83,7 +77,7 @@ def main(folder: Path) -> None:
         config = generation_config(request["max_tokens"], greedy, frozenset())
         live: dict[int, tuple] = {}  # id -> (handle, instant it was added, its index in ttfts)
         ttfts: list[float | None] = []
-        tokens, longest_s = 0, 0.0
+        tokens = 0
         started_s, cpu_s = time.perf_counter(), time.process_time()
         while waiting or live:
             while waiting and len(live) < request["concurrency"]:
@@ -91,10 +85,8 @@ def main(folder: Path) -> None:
                 handle = pipeline.add_request(next_id, ov.Tensor(waiting.pop()), config)
                 live[next_id] = (handle, time.perf_counter(), len(ttfts))
                 ttfts.append(None)
-            step_s = time.perf_counter()
             pipeline.step()
             now_s = time.perf_counter()
-            longest_s = max(longest_s, now_s - step_s)
             for number, (handle, added_s, index) in list(live.items()):
                 while handle.can_read():
                     for output in handle.read().values():
@@ -104,7 +96,7 @@ def main(folder: Path) -> None:
                 if handle.get_status().name != "RUNNING":
                     del live[number]
         answer = {"tokens": tokens, "wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - cpu_s}
-        print(json.dumps(answer | {"ttfts_s": ttfts, "longest_step_s": longest_s}), flush=True)
+        print(json.dumps(answer | {"ttfts_s": ttfts}), flush=True)
 
 
 if __name__ == "__main__":

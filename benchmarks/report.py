@@ -16,7 +16,6 @@ from benchmarks.measurement import Measurement
 
 Goal = tuple[str, float, float, bool]  # what, measured, the bound, whether it is met
 _MB = 1e6
-SPREADS = ("ttft_s", "itl_s", "gap_s", "latency_s")
 _COUNTS = (
     *("requests", "ok", "failed", "cancelled", "window_s", "requests_per_s", "input_tokens_per_s"),
     *("output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met"),
@@ -27,6 +26,7 @@ _SPREAD_NAMES = {
     "gap_s": "gap between messages",
     "latency_s": "end to end",
 }
+SPREADS = tuple(_SPREAD_NAMES)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

@@ -40,7 +40,10 @@ class Histogram:
         return low
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        before = earlier.cumulative or (0.0,) * len(self.cumulative)
+        """Return what was added since; all of it where the server was restarted meanwhile."""
+        if not earlier.count or earlier.count > self.count:
+            return self
+        before = earlier.cumulative
         cumulative = tuple(now - then for now, then in zip(self.cumulative, before, strict=True))
         return Histogram(self.bounds, cumulative, self.sum - earlier.sum)
 

@@ -344,7 +344,7 @@ def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: f
             problem = f"was ended after {limit_s:.1f} s"
         except KeyboardInterrupt:
             problem = INTERRUPTED
-    print(log.read_text(), flush=True)
+    print(log.read_text(errors="replace"), flush=True)
     requested = _requested(part, rounds, quick, model, out)
     one = Done(rounds, time.monotonic() - began_s, watch.others(), problem, when, commit, **requested)
     (folder / NOTED).write_text(json.dumps(asdict(one)))
@@ -370,7 +370,8 @@ def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> 
             verdict = "", "not comparable" if part in unlike else "new"
             if name in kept["figures"]:
                 old = _figure(kept["figures"][name])
-                verdict = f"{old.median:.4g}", f"{-one.worse_by(old):+.0%}"
+                better_by = -worse if (worse := one.worse_by(old)) > 0 else old.worse_by(one)
+                verdict = f"{old.median:.4g}", f"{better_by:+.0%}"
                 if one.regressed(old):
                     verdict = verdict[0], f"{verdict[1]} WORSE"
                     regressed += [f"{part}: {name}"] if others <= OTHERS_SHARE else []

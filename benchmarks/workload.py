@@ -72,7 +72,8 @@ class Workload:
         if not 0 <= self.cancel_fraction <= 1:
             raise InvalidArgument("cancel_fraction", f"must be between 0 and 1, got {self.cancel_fraction}")
         if (self.prefix_groups > 0) != (self.prefix_tokens > 0) or self.prefix_groups < 0:
-            raise InvalidArgument("prefix_groups", "prefix_groups and prefix_tokens must be set together")
+            got = f"got {self.prefix_groups} and {self.prefix_tokens}"
+            raise InvalidArgument("prefix_groups", f"must be, as prefix_tokens, above 0, or both 0; {got}")
         drawn = None if isinstance(self.arrivals, Trace) else self.input_tokens  # a trace has lengths of its own
         if isinstance(drawn, Fixed) and self.prefix_tokens >= drawn.tokens:
             allowed = f"must be fewer than input_tokens, {drawn.tokens}, which hold them"

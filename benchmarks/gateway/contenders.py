@@ -61,12 +61,10 @@ class Contender:
 
     def cpu_of_processes(self) -> dict[int, float]:
         """Return the CPU seconds of each of its processes since it began, by pid; {} if it has ended."""
-        found = {}
-        with suppress(psutil.Error):
-            for one in (psutil.Process(self.root), *psutil.Process(self.root).children(recursive=True)):
-                times = one.cpu_times()
-                found[one.pid] = times.user + times.system
-        return found
+        with suppress(psutil.Error, OSError):
+            family = (psutil.Process(self.root), *psutil.Process(self.root).children(recursive=True))
+            return {one.pid: processes.cpu_s(one.pid) for one in family}
+        return {}
 
     def alive(self) -> bool:
         """Return whether its root runs; one that has ended stays in the process table until its parent waits for it."""

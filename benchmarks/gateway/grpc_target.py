@@ -23,9 +23,8 @@ _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 class GrpcTarget(Target):
     """A KServe gRPC server of scripted tokens; the streams share ``connections`` connections."""
 
-    def __init__(self, url: str, connections: int = 4, api_key: str = "") -> None:
+    def __init__(self, url: str, connections: int = 4) -> None:
         self._url = url
-        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else None
         self._channels = [grpc.aio.insecure_channel(url, _OPTIONS) for _ in range(connections)]
         calls = [channel.unary_stream(infer_request.GENERATE) for channel in self._channels]
         self._calls = itertools.cycle(calls)
@@ -34,7 +33,7 @@ class GrpcTarget(Target):
         payload = infer_request.generation(build(request.prompt, max_tokens=request.max_tokens), "ensemble")
         failed = b""
         try:
-            async for data in next(self._calls)(payload, timeout=TIMEOUT_S, metadata=self._metadata):
+            async for data in next(self._calls)(payload, timeout=TIMEOUT_S):
                 if data[0] == _ERROR_TAG:
                     failed = data
                 script.record_tokens(data, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks import report
@@ -94,20 +94,18 @@ class Relayed:
         return asdict(self) | {"us_per_token": self.us_per_token} | spreads
 
 
-def measure(paths: Sequence[RelayPath], loads: Loads, rounds: int, seconds: float) -> list[Relayed]:
-    """Measure every path under every load of its. The paths take turns, round after round.
+def measure(paths: Sequence[RelayPath], loads: Loads, rounds: int, seconds: float) -> Iterator[list[Relayed]]:
+    """Measure every path under every load of its, and yield each load's rows. The paths take turns, round after round.
 
     seconds: of a round, at least, after every stream has had an answer.
     """
-    found: list[Relayed] = []
     for streams, paced in loads:
         loaded = [path for path in paths if path.loads is None or (streams, paced) in path.loads]
         rows = {path.name: Relayed(path.name, path.direct, streams, paced) for path in loaded}
         for n in range(rounds):
             for path in loaded:
                 rows[path.name].add(load_test.run(_load(path, streams, paced, seconds, n), path.contender))
-        found += rows.values()
-    return found
+        yield [*rows.values()]
 
 
 def _load(path: RelayPath, streams: int, paced: bool, seconds: float, seed: int) -> Load:

@@ -69,12 +69,13 @@ def run(
     print(f"\nms; {relaying.TOKENS} tokens an answer, {rounds} rounds of {seconds:g} s")
     if loads:
         with relay_paths(peers, logs, skipped) as found:
-            relayed = relaying.measure(found, loads, rounds, seconds)
+            for rows in relaying.measure(found, loads, rounds, seconds):
+                relayed += rows
+                keep()
         print(f"{relaying.described(relayed)}\n", flush=True)
-        keep()
     if "workers" in parts:
         with worker_paths(logs) as found:
-            scaled = relaying.measure(found, [(OF_WORKER, True)], rounds, seconds)
+            [scaled] = relaying.measure(found, [(OF_WORKER, True)], rounds, seconds)
         print(f"{relaying.described(scaled)}\n", flush=True)
         keep()
     with ExitStack() as stack:

@@ -1,12 +1,15 @@
 """When two clients agree; ``make bench-clients`` runs the real ones."""
 
 import json
+import time
 
 import pytest
 
-from benchmarks import agreement
+from benchmarks import agreement, figures
 from benchmarks.agreement import Comparison, Offered
 from benchmarks.other_clients import Tool
+from benchmarks.prompts import Prompts
+from benchmarks.target import Target
 from contract.errors import EngineFailed, InvalidArgument
 from contract.generation import FinishReason
 from tests.fakes.replica import Script
@@ -35,6 +38,19 @@ def test_a_load_is_of_streams_or_of_even_instants():
     load = Offered(per_s=2.0).workload(3, False, 0)
     assert str(Offered(per_s=2.0)) == "2 a second" and not load.stream
     assert [arrival.at_s for arrival in load.schedule(10.0)] == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("load", [Offered(2), Offered(per_s=100.0)])
+def test_every_request_of_ours_counts_also_the_first(load, monkeypatch):
+    seen = []
+
+    class Instant(Target):
+        async def send(self, request, record):
+            record.messages, record.finish_reason = [(time.monotonic(), request.max_tokens)], "length"
+
+    monkeypatch.setattr(figures, "compute", lambda *of, compute=figures.compute: seen.append(compute(*of)) or seen[-1])
+    agreement.ours(Instant(), Prompts(), load.workload(6, True, 1), 6)
+    assert seen[0].requests == seen[0].ok == 6
 
 
 @pytest.mark.slow

@@ -79,3 +79,8 @@ def test_streams_for_which_the_cache_has_no_room_are_refused(metrics):
 def test_a_server_without_these_gauges_is_named(metrics):
     with pytest.raises(EngineFailed, match="no gauges of slots and KV blocks"):
         cancel.capacity(ServerUnderTest("127.0.0.1:1", metrics("up 1\n")), 10)
+
+
+def test_a_server_whose_metrics_are_not_known_is_refused():
+    with pytest.raises(InvalidArgument, match="metrics_url: must be given"):
+        cancel.capacity(ServerUnderTest("10.0.0.1:8001"), 10)

@@ -108,6 +108,21 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["all", "--only", "nosuch"], "only: must be of peers-8bit, "),
+        (["peers", "--only", "nosuch"], "only: must be of trident, "),
+        (["peers", "--also", "8001"], "also: must be of http://HOST:PORT"),
+        (["peers", "--output", "x"], "output: must be N, "),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_model_is_fetched_or_built(arguments, problem, monkeypatch, capsys):
+    for module, name in ((command_line.checkpoint_folder, "of"), (command_line.peer_servers, "subject")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it is too late to refuse the option"))
+    assert command_line.main(arguments) == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--requests", "0"],

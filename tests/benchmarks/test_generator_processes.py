@@ -1,7 +1,12 @@
 import contextlib
 import dataclasses
+import os
+import signal
+import subprocess
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +18,8 @@ from benchmarks.prompts import Prompts
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
 from contract.errors import EngineFailed
+from contract.generation import FinishReason
+from tests.fakes.replica import Script
 
 pytestmark = pytest.mark.slow
 
@@ -85,3 +92,30 @@ def test_a_generator_that_ends_without_a_result_is_an_error(replica):
 def test_a_load_that_takes_too_long_is_an_error(replica):
     with pytest.raises(EngineFailed, match="did not report within 0 s"):
         generator_processes.run_apart([(load(replica().url, 100_000), Share())], timeout_s=0.2)
+
+
+INTERRUPTED = """
+import sys
+from functools import partial
+from benchmarks.command_line import main
+if __name__ == "__main__":
+    sys.exit(main(["run", "--url", sys.argv[1], "--generators", "2", "--output", "200", "--duration", "60"]))
+"""
+
+
+def test_ctrl_c_ends_the_generators_without_a_word(replica, tmp_path):
+    server = replica(lambda seen: Script(tuple("ab" * 100), FinishReason.LENGTH, gap_s=0.05))
+    (program := tmp_path / "program.py").write_text(INTERRUPTED)
+    command, environ = (
+        [sys.executable, str(program), server.url],
+        {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits that it is ignored
+    try:
+        child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    while not server.counts.started:
+        time.sleep(0.05)
+    os.killpg(child.pid, signal.SIGINT)
+    assert b"Traceback" not in child.communicate()[1] and child.returncode == 130

@@ -38,6 +38,21 @@ def test_a_tokenizer_that_splits_off_every_digit_is_smollms():
     assert not gguf_checkpoint.splits_digits({})
 
 
+@pytest.mark.parametrize(
+    ("config", "decoder", "named"),
+    [
+        ({"architectures": ["QwenForCausalLM"]}, "ByteLevel", "architectures: must be LlamaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "ByteLevel", "rope_scaling: must be null, got"),
+        ({"rope_scaling": None}, "Metaspace", "decoder of tokenizer.json: must be ByteLevel, got"),
+    ],
+)
+def test_what_the_file_cannot_say_is_refused(config, decoder, named):
+    llama, byte_level = {"architectures": ["LlamaForCausalLM"]}, {"decoder": {"type": "ByteLevel"}}
+    gguf_checkpoint.check(llama, byte_level)
+    with pytest.raises(ValueError, match=f"^{named}"):
+        gguf_checkpoint.check(llama | config, {"decoder": {"type": decoder}})
+
+
 def test_a_tensor_that_a_llama_does_not_have_is_refused(tmp_path):
     pytest.importorskip("gguf")
     checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"] | {"attention_bias": True}, dtype="F32")

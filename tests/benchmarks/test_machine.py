@@ -40,6 +40,7 @@ def test_our_own_work_is_no_disturbance(monkeypatch):
     )
     monkeypatch.setattr(machine, "_ours_s", lambda: watch._ours_s + 3.0)
     assert watch.others() == pytest.approx(0.1, abs=0.01 + watch._cpu.stolen_s / 10)
+    assert watch.load(1.0).ours == pytest.approx(0.4) and watch.load(1.0).others == pytest.approx(0.0)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags that Linux names")

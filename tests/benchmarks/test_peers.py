@@ -15,9 +15,11 @@ import pytest
 
 from benchmarks import peer_servers, peers
 from benchmarks.environments import Environment
+from benchmarks.lengths import Fixed, LogNormal
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.peer_servers import Peer, Subject
 from benchmarks.peers import Plan
+from benchmarks.record import Record
 from contract.errors import EngineFailed, InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +122,13 @@ def test_a_server_that_was_started_by_hand_is_measured_and_left_running(monkeypa
     assert found["compared"][f"tokens/s: {urls[0]}, 2"]["values"][0] > 0
 
 
+def test_answers_that_end_before_the_length_asked_for_are_wrong():
+    whole = Record(0, 0.0, messages=[(1.0, 8)], usage_tokens=8, finish_reason="length")
+    assert not peers._wrong(whole, Fixed(8)) and not peers._wrong(whole, LogNormal(9, 0.5))
+    assert peers._wrong(whole, Fixed(9))  # a server started by hand that knows no ignore_eos
+    assert peers._wrong(dataclasses.replace(whole, usage_tokens=7), LogNormal(9, 0.5))
+
+
 def test_ratios_are_to_the_best_peer_of_the_same_round(subject):
     comparison = peers.Comparison(plan(subject, levels=(8,)), conditions={})
     for name, speeds in (("Trident, gRPC", (110.0, 90.0)), ("a", (100.0, 30.0)), ("b", (50.0, 60.0))):
@@ -133,7 +142,13 @@ def test_ratios_are_to_the_best_peer_of_the_same_round(subject):
     assert found["tokens/s of the best peer's: Trident, gRPC, 8"]["values"] == [1.1, 1.5]
     speed, first = peers.goals(comparison)
     assert speed[1:] == (1.3, 1.1, True) and first[1] == pytest.approx(1.0)
+    # A peer that died answers nothing: it has no first token, and what failed is told.
+    dead = peers.Round("dead", "words", 8, 0, 0.0, 0, [], 7, [], True, 1.0, 0.1, load)
+    comparison.rounds = [dead, dataclasses.replace(dead, number=1), *comparison.rounds]
+    comparison.results["dead"], comparison.settings["dead"] = peers.Result(1.0), "bf16 weights"
+    assert peers.goals(comparison) == [speed, first]
     shown = "\n".join(peers._doubts(comparison))
+    assert "answers failed, or were not as long as requested or told: 7 of dead at 8, 7 of dead at 8" in shown
     assert "no steady state" in shown and "weights of different precision (bf16, int8)" in shown
 
 

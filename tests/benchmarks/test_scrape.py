@@ -43,3 +43,9 @@ def test_a_bucketed_quantile_lies_in_the_bucket_of_the_true_one(values, fraction
 def test_a_quantile_beyond_the_last_bound_is_that_bound():
     assert Histogram((1.0, math.inf), (1.0, 4.0), 9.0).quantile(0.99) == 1.0
     assert math.isnan(Histogram((), (), 0.0).quantile(0.5)) and math.isnan(Histogram((), (), 0.0).mean)
+
+
+def test_a_server_that_was_restarted_meanwhile_counts_from_the_start():
+    before, now = Histogram((1.0, math.inf), (3.0, 5.0), 9.0), Histogram((1.0, math.inf), (1.0, 2.0), 3.0)
+    assert now - before == now and Histogram((), (), 0.0) - before == Histogram((), (), 0.0)
+    assert (now - Histogram((), (), 0.0), before - now) == (now, Histogram((1.0, math.inf), (2.0, 3.0), 6.0))

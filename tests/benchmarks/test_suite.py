@@ -113,6 +113,15 @@ def test_a_regression_is_told_and_fails_the_run(kept, tmp_path, capsys):
     assert "not measured" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("better", "now"), [("higher", 20.0), ("lower", 5.0)])
+def test_what_became_twice_as_good_is_better_by_as_much_as_it_would_be_worse(kept, tmp_path, capsys, better, now):
+    parts = (Part("one", "hops", "", 5.0),)
+    for folder, value in (("first", 10.0), ("second", now)):
+        _done(tmp_path / folder, "one", [value], better)
+        assert suite.run([], False, True, tmp_path / folder, parts) == 0
+    assert "+100%" in capsys.readouterr().out
+
+
 def test_another_model_or_other_options_are_neither_compared_nor_replace_what_is_kept(kept, tmp_path, capsys):
     parts = (Part("one", "hops", "--engine {model}", 5.0, 5.0, 2, "--streams 8"),)
     _done(tmp_path / "first", "one", [10.0], options=" --engine FOLDER --rounds 1", model="smollm2")

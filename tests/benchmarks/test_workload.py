@@ -2,7 +2,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.arrivals import Arrival, Poisson
@@ -50,7 +50,6 @@ def test_a_trace_s_lengths_replace_the_drawn_ones():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), tokens=st.integers(3, 80))
 def test_with_a_tokenizer_prompts_have_the_tokens_asked_for(family, seed, tokens):
     tokenizer = TOKENIZERS.setdefault(family, FAMILIES[family]())
@@ -70,7 +69,8 @@ TOKENIZERS: dict = {}
         ({"concurrency": 1, "arrivals": Poisson(1)}, "concurrency: exactly one of"),
         ({"concurrency": 0}, "concurrency: must be a whole number from 1 to "),
         ({"concurrency": 1, "cancel_fraction": 1.5}, "cancel_fraction: must be between 0 and 1, got 1.5"),
-        ({"concurrency": 1, "prefix_groups": 2}, "prefix_groups: .*must be set together"),
+        ({"concurrency": 1, "prefix_groups": 2}, "prefix_groups: must be, as prefix_tokens, above 0, .* got 2 and 0"),
+        ({"concurrency": 1, "prefix_groups": -1}, "prefix_groups: must be, as prefix_tokens, .* got -1 and 0"),
         ({"concurrency": 1, "prefix_groups": 2, "prefix_tokens": 128}, "prefix_tokens: must be fewer .* 128.* got 128"),
     ],
 )

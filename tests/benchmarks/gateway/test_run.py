@@ -4,14 +4,18 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.driver import LoadResult
 from benchmarks.gateway import run
 from benchmarks.gateway.burst import Burst
 from benchmarks.gateway.connections import Connections
-from benchmarks.gateway.relaying import Relayed
+from benchmarks.gateway.load_test import LoadTest
+from benchmarks.gateway.relaying import Relayed, RelayPath
+from benchmarks.record import Record
 
 
 def test_a_goal_is_missed_by_a_figure_above_it():
@@ -81,6 +85,20 @@ def test_an_unknown_part_is_refused_by_name():
     command = [sys.executable, "-m", "benchmarks", "gateway", "--only", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "only" in done.stderr and "latency" in done.stderr
+
+
+def test_a_run_that_is_cut_off_has_kept_the_loads_before(tmp_path, monkeypatch):
+    def cut_off(load, contender):
+        if load.workload.concurrency == 64:
+            raise SystemExit(143)
+        return LoadTest(LoadResult([Record(0, 0.0, 0.0, [(0.1, 32)], ended_s=0.2, finish_reason="length")], 0.0, []))
+
+    monkeypatch.setattr(run, "relay_paths", lambda *_: nullcontext([RelayPath("replica itself", "grpc", "h:1")]))
+    monkeypatch.setattr(run.relaying.load_test, "run", cut_off)
+    with pytest.raises(SystemExit):
+        run.run(["cost"], False, 1, 0.1, 5, ["grpc"], tmp_path)
+    [row] = json.loads((tmp_path / "gateway.json").read_text())["relayed"]
+    assert (row["streams"], row["paced"], row["tokens"]) == (1, True, 32)
 
 
 @pytest.mark.slow
