@@ -67,7 +67,15 @@ def parsed(path):
 
 @cache
 def nodes_of(path):
-    return tuple(ast.walk(parsed(path)))
+    """The statements and handlers of a file, at any depth; to walk through all expressions would take seconds."""
+    return tuple(_statements(parsed(path)))
+
+
+def _statements(node):
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from _statements(child)
 
 
 def name_of(path):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import string
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,14 +33,12 @@ TRICKY = [
 
 @pytest.fixture(scope="module")
 def environment_folder(tmp_path_factory) -> Path:
-    """A stand-in for .venv whose python writes down what it was started with."""
+    """A stand-in for .venv whose python writes down what it was started with; it is a shell, which starts faster."""
     folder = tmp_path_factory.mktemp("venv")
     (folder / "bin").mkdir()
     python = folder / "bin" / "python"
     python.write_text(
-        f"#!{sys.executable} -IS\nimport json, os, sys\n"
-        f"with open({str(folder / 'calls')!r}, 'a') as file:\n"
-        "    print(json.dumps([sys.argv[1:], dict(os.environ)]), file=file)\n"
+        f"#!/bin/sh\n{{ printf '%s\\0' $# \"$@\"; env -0; printf '\\0'; }} >> {str(folder / 'calls')!r}\n"
     )
     python.chmod(0o755)
     (folder / ".installed").touch()
@@ -57,7 +53,11 @@ def make(folder: Path, *arguments: str, **environment: str) -> list[tuple[list[s
     subprocess.run(
         ["make", "-s", *arguments, f"VENV={folder}"], cwd=ROOT, env=clean | environment, check=True, timeout=60
     )
-    return [tuple(json.loads(line)) for line in calls.read_text().splitlines()]
+    words, started = iter(calls.read_bytes().decode().split("\0")[:-1]), []
+    for count in words:
+        arguments = [next(words) for _ in range(int(count))]
+        started.append((arguments, dict(word.split("=", 1) for word in iter(words.__next__, ""))))
+    return started
 
 
 @pytest.mark.parametrize("text", TRICKY)

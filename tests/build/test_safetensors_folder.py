@@ -51,6 +51,7 @@ def test_what_cannot_be_read_or_written_is_one_sentence(tmp_path, capsys):
     assert f"error: {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err
 
 
+@pytest.mark.slow  # it runs pip
 def test_a_wheel_that_cannot_be_had_is_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(layout, "FETCHED", tmp_path / "cache")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

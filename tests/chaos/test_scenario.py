@@ -1,7 +1,7 @@
 """Scenarios: the same of the same seed, and written scripts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos import scenario
@@ -10,7 +10,6 @@ from contract.errors import InvalidArgument
 
 
 @given(st.integers(0, 2**40), st.sampled_from([12.0, 25.0, 60.0]))
-@settings(max_examples=25)
 def test_a_seed_is_one_scenario_and_its_script_is_the_same_one(seed: int, duration_s: float):
     drawn = scenario.draw(seed, duration_s)
     assert drawn == scenario.draw(seed, duration_s) == scenario.parse(str(drawn))

@@ -238,8 +238,8 @@ def test_requests_beside_close_succeed_or_are_cancelled(threaded_replica) -> Non
         threads = [threading.Thread(target=repeat, args=(use,)) for use in uses * 2]
         for thread in threads:
             thread.start()
-        for _ in range(50):
-            time.sleep(0.01)
+        for _ in range(25):
+            time.sleep(0.005)
             client.close()
         ended.set()
         for thread in threads:

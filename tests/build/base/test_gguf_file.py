@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from build.base.gguf_file import GgufError, from_pairs, open_gguf, read_index, write_index
@@ -47,7 +47,6 @@ def test_a_type_that_is_only_read_is_read_row_by_row_as_whole(kind, tmp_path):
     assert np.array_equal(tensor.f32()[:3], tensor._rows(3)) and np.isfinite(tensor.f32()).all()
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([(), (3,)]))
 def test_turning_rows_back_undoes_the_converter(heads, half, columns):
     values = np.arange(heads * 2 * half * (columns[0] if columns else 1), dtype=np.float32)
@@ -70,7 +69,6 @@ def test_a_truncated_file_is_one_sentence(share, tmp_path):
         open_gguf(path)
 
 
-@settings(max_examples=25)
 @given(st.integers(0, 40), st.integers(0, 255))
 def test_a_damaged_header_is_one_sentence_or_harmless(tmp_path_factory, at, byte):
     folder = tmp_path_factory.getbasetemp()

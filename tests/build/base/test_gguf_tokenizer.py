@@ -1,7 +1,7 @@
 """Tokenizers made of metadata equal the models' own; what is not known is refused by name."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -68,7 +68,6 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@settings(max_examples=30)
 @given(st.text("abthe IT'll123 \n\t.,é你", max_size=30))
 def test_text_is_split_as_the_family_splits_it(name, text):
     made = gguf_tokenizer.tokenizer(metadata(name, **{"tokenizer.ggml.add_bos_token": False}))
@@ -149,7 +148,6 @@ def by_score(text: str) -> list[str]:
     return [token for tokens in known for token in tokens]
 
 
-@settings(max_examples=50)
 @given(st.text("thewolding a.é你🎉\n", max_size=24))
 def test_sentence_piece_merges_the_best_scored_neighbours_first(text):
     made = spm(**{"tokenizer.ggml.add_bos_token": False})

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import openvino as ov
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from build.base.encoder_checkpoint import open_encoder
@@ -67,7 +67,6 @@ def test_a_batch_of_texts_of_all_lengths_is_what_the_reference_computes_alone(op
         assert np.allclose(np.linalg.norm(expected, axis=1), 1)
 
 
-@settings(max_examples=15)
 @given(rows=st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=32), min_size=1, max_size=6))
 def test_a_text_has_the_same_vector_in_every_batch(opened, rows):
     compiled, _, _ = opened("bert mean")

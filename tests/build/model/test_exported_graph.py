@@ -33,7 +33,6 @@ def logits(folder) -> np.ndarray:
     [
         ("llama_gqa", "int4"),
         ("llama_mha_tied", "int8"),
-        ("qwen2", "bf16"),
         *(
             pytest.param(*both, marks=pytest.mark.slow)
             for both in (
@@ -41,6 +40,7 @@ def logits(folder) -> np.ndarray:
                 ("llama_gqa", "int8"),
                 ("llama_mha_tied", "bf16"),
                 ("llama_mha_tied", "int4"),
+                ("qwen2", "bf16"),
                 ("qwen2", "int8"),
                 ("qwen2", "int4"),
             )

@@ -3,7 +3,7 @@
 import numpy as np
 import openvino as ov
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -153,7 +153,6 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path, precision, bad):
         weights.vector("model.norm.weight")
 
 
-@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_more_bits_are_never_worse(seed):
     weight = np.random.default_rng(seed).standard_normal((8, 64)).astype(np.float32)

@@ -244,7 +244,7 @@ def test_a_folder_without_config_and_a_damaged_config_are_refused(one, tmp_path)
             read(one[0])
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.floats(0, 0.999))
 def test_a_file_cut_anywhere_is_refused(one, share):
     folder, config, ranks = one

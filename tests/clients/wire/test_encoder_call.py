@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
@@ -60,7 +60,6 @@ def test_what_is_no_response_is_the_servers_failure(data):
         encoder_call.read(data)
 
 
-@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), rows=st.integers(1, 8), size=st.integers(1, 99))
 def test_every_row_of_ids_is_in_one_call_within_the_bounds_as_it_is_filled_up(lengths, rows, size):
     ids = tuple((1,) * length for length in lengths)
@@ -71,7 +70,6 @@ def test_every_row_of_ids_is_in_one_call_within_the_bounds_as_it_is_filled_up(le
         assert len(ids[one]) == 1 or len(sent) <= size
 
 
-@settings(max_examples=25)
 @given(texts=st.lists(st.text(max_size=9), min_size=1, max_size=12), rows=st.integers(1, 8), size=st.integers(1, 40))
 def test_every_row_is_in_one_batch_within_the_bounds(texts, rows, size):
     slices = encoder_call.batches(Rows(tuple(texts)), rows, size)

@@ -35,7 +35,7 @@ output = 50
 @pytest.fixture
 def scenario(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 10)
+    monkeypatch.setattr(planner, "ROUNDS", 3)
     monkeypatch.setattr(planner, "SEARCH", 2)
     (tmp_path / "a.toml").write_text(FILE)
     return tmp_path / "a.toml"
@@ -81,7 +81,7 @@ def test_a_plan_is_printed_though_its_plot_cannot_be_written(scenario: Path, cap
 
 def test_a_reader_that_reads_no_further_ends_the_plan_quietly(scenario: Path):
     program = (
-        "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 10, 2; "
+        "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 3, 2; "
         f"from cluster.plan.command_line import main; raise SystemExit(main([{str(scenario)!r}]))"
     )
     reading, writing = os.pipe()

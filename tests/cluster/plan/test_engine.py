@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.plan.engine import Replica
@@ -15,7 +15,6 @@ from contract.step_model import texts
 from tests.cluster.plan.scenarios import REPLICA, STEP
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 15), st.integers(0, 5000), st.integers(1, 40))
 def test_a_step_that_reads_prompts_beside_streams_stays_short(streams, context, prompts):
     short = dataclasses.replace(REPLICA, slower=1.7)
@@ -90,7 +89,6 @@ def ends(replica: Replica, *given: tuple[float, int, int]) -> list[float]:
     return [request.end_s for request in requests]
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 300), st.integers(1, 200), st.floats(0.2, 1.0), st.floats(0.2, 1.0))
 def test_more_accepted_drafts_never_end_a_request_later(prompt, answer, one, other):
     """A request alone: one that ends sooner may leave another alone, whose steps then draft more and take longer.
@@ -101,7 +99,6 @@ def test_more_accepted_drafts_never_end_a_request_later(prompt, answer, one, oth
     assert many <= few * 1.001
 
 
-@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 300), st.integers(1, 200)), min_size=1, max_size=8))
 def test_an_engine_whose_drafts_are_rejected_is_a_plain_one(given):
     plain = dataclasses.replace(REPLICA, step=DRAFTS)

@@ -49,7 +49,6 @@ def load(**pool):
     return planner.loads_of(of_table(table(**pool)).pools["main"], REPLICA, 0, "pools.main")[0]
 
 
-@settings(max_examples=30)
 @given(counts, st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0, 3), st.floats(0, 1))
 def test_reserved_replicas_are_those_that_pay(replicas, on_demand, reserved, spot, share):
     price = Price(on_demand=on_demand, reserved=reserved, spot=spot, spot_share=share)
@@ -71,7 +70,6 @@ def test_reserved_replicas_are_those_that_pay(replicas, on_demand, reserved, spo
     st.sampled_from([0.0, 0.5, 1.5, 4.0]),
     st.floats(0, 1),
 )
-@settings(max_examples=60)
 def test_no_other_number_of_reserved_replicas_costs_less(replicas, on_demand, reserved, spot, share):
     price = Price(on_demand=on_demand, reserved=reserved, spot=spot, spot_share=share)
 
@@ -111,7 +109,6 @@ def test_without_on_demand_ones_the_rest_is_reserved():
     assert cost_of(Price(spot=1.0, spot_share=1.0), replicas, 1, 1).spot_hours == 360
 
 
-@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1e4), min_size=24, max_size=24), st.floats(0.01, 100), st.floats(0.01, 10))
 def test_replicas_carry_each_hour_with_the_headroom_and_one_less_does_not(rates, rate, more):
     found = replicas_by_hour(POOL, rates, rate)

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.plan.engine import Replica
@@ -29,7 +29,6 @@ def test_a_request_alone_takes_the_steps_of_the_model():
     assert found.ttft_p95_s == pytest.approx(first + STEP.request_s) and found.requests == 1
 
 
-@settings(max_examples=25, deadline=None)
 @given(requests, st.integers(1, 4), st.integers(64, 512))
 def test_every_request_that_fits_ends_once_in_order_of_its_parts(load, slots, chunk):
     replica = Replica(STEP, slots, chunk, 700)
@@ -82,7 +81,6 @@ def test_a_client_whose_request_is_refused_asks_for_the_next():
     assert found.sequences == pytest.approx(all_fit.sequences, rel=0.1)
 
 
-@settings(max_examples=25, deadline=None)
 @given(requests)
 def test_inter_token_latencies_are_those_of_every_token(load):
     run = serve(REPLICA, load)

@@ -11,7 +11,7 @@ from tests.cluster.plan.scenarios import table
 
 def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "REQUESTS", 40)
-    monkeypatch.setattr(planner, "ROUNDS", 10)
+    monkeypatch.setattr(planner, "ROUNDS", 3)
     monkeypatch.setattr(planner, "SEARCH", 2)
     [found] = planner.plan(of_table(table(price={})), tmp_path)
     found.sensitivity["output"] = (-3.0, None)

@@ -910,7 +910,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=steps, chance=st.randoms(use_true_random=False))
 def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open_setting, steps, chance):
     setting = open_setting(max_waiting=3, sender_threads=2)

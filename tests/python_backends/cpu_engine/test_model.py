@@ -291,6 +291,7 @@ def test_too_many_requests_are_refused_at_once_and_retryably(triton_types, held,
             assert len(ids(answers(sender))) == 250
 
 
+@pytest.mark.slow  # 200 generations of an engine
 def test_200_requests_from_many_threads_all_end(send, answers):
     done = []
 

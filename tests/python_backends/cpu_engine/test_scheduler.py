@@ -156,4 +156,4 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyTraffic.settings = settings(stateful_step_count=40)

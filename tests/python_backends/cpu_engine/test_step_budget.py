@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract import manifest as manifests
@@ -23,7 +23,6 @@ def fed(step_s, running_s, token_s, attended_s=0.0, noise=0.0, most=512, steps=1
     return budget
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.floats(1e-3, 0.05), st.floats(1e-5, 2e-3), st.floats(5e-5, 2e-3), st.floats(0, 1), st.integers(0, 8000))
 def test_a_step_that_reads_prompts_stays_within_its_bound(step_s, running_s, token_s, growing, begin):
     """However far the prompt is read. growing: by which a token takes longer with 1,000 before it."""

@@ -140,7 +140,7 @@ def test_ids_text_and_truncated_prompts_of_one_batch_keep_their_places(triton, m
 
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(-1, 600), st.none() | st.integers(1, 60))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_truncated_prompt_is_its_end_and_minus_one_keeps_what_fits(ask, tiny_engine, ids, kept, max_tokens):
     limit = manifests.load(tiny_engine).max_seq_len
     assume(kept)
