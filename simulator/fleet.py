@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from gateway.routing.replicas import Replicas, RoutedReplica
 from gateway.service import Service
 from simulator.engine import Engine
 from simulator.replica import Channel, Prompt, Replica
+from simulator.routes import Routes
 from simulator.scenario import Fault, Pool, Scenario
 
 BEAT_S = 1.0
@@ -47,6 +49,7 @@ class Fleet:
     decisions: all of the law by pool, with their times, and whether a part of the load was not known.
     blind: outages of the gateways' metrics that last.
     missed: numbers of the faults that hit no replica.
+    violations: of what must hold, and how often.
     """
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
@@ -58,6 +61,7 @@ class Fleet:
         self.wanted = {name: pool.replicas for name, pool in scenario.pools.items()}
         self.blind = 0
         self.missed: list[int] = []
+        self.violations: Counter[str] = Counter()
         self.gateways: list[Service] = []
         self.decisions: dict[str, list[tuple[float, Decision, bool]]] = {name: [] for name in scenario.pools}
         self.used_s = dict.fromkeys(scenario.pools, 0.0)
@@ -83,6 +87,13 @@ class Fleet:
         """Requests of people that replicas work on, without probes."""
         every = (replica for replicas in self.replicas.values() for replica in replicas)
         return sum(isinstance(call.prompt, Prompt) for replica in every for call in replica.calls)
+
+    def slots(self, pool: str) -> int:
+        """Return the slots of the replicas that are not gone."""
+        return len(self.replicas[pool]) * self._scenario.pools[pool].slots
+
+    def broken(self, text: str) -> None:
+        self.violations[text] += 1
 
     def order(self, pool: str, wanted: int) -> None:
         """Start or stop replicas; the youngest are stopped."""
@@ -146,6 +157,8 @@ class Fleet:
                     replica.delay_s += more * fault.delay_s
                 elif fault.kind == "metrics_outage":
                     replica.blind += more
+                elif fault.kind == "fail":
+                    replica.failing += more
                 elif begins:
                     self._hold(replica, fault, number)
                 else:
@@ -211,7 +224,7 @@ class _Replicas(Replicas):
     """The gateway's own, whose replicas are models and register themselves whatever the policy lists."""
 
     def __init__(self, settings: Settings, rng: random.Random, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self._fleet, self._routes = fleet, Routes(settings, self._replicas_of, fleet.broken)
         super().__init__(settings, rng)
 
     def _source(self, pool: str, where: str) -> Discovery:
@@ -223,7 +236,8 @@ class _Replicas(Replicas):
 
         def connected(url: str) -> RoutedReplica:
             replica = make(url)
-            channel: Any = Channel(self._fleet.hosts[url.rpartition(":")[0]], replica.channel.connection)
+            host, connection = self._fleet.hosts[url.rpartition(":")[0]], replica.channel.connection
+            channel: Any = Channel(host, connection, self._routes)
             replica.channel = channel
             return replica
 

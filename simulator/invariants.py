@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from cluster.scaling.law import Decision
 from cluster.scaling.rules import PoolRules
@@ -15,13 +16,16 @@ from contract.errors import Overloaded
 from contract.generation import Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
-from gateway.admission.concurrency import Concurrency
+from gateway.admission.concurrency import Concurrency, Slot
+from gateway.admission.pool_slots import PoolSlots
 from gateway.config.calendar import period_at
 from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level, Limits
 from gateway.routing.circuit_breaker import BreakerState
 from gateway.service import Service
+from simulator.fleet import Fleet
 from simulator.replica import Replica
+from simulator.turns import Turns
 
 _SLACK = 1e-6
 _ROUNDING = 1e-3  # of balances of up to 10^12
@@ -44,28 +48,62 @@ class _Account:
 
 
 class Ledger:
-    """Counts on its own what people send and get. violations: what did not hold, and how often.
+    """Counts on its own what people send and get. violations: of the fleet, too.
 
     gateways: each has budgets of its own, unless they share a store.
     """
 
-    def __init__(self, gateways: int) -> None:
-        self._gateways = gateways
-        self.violations: Counter[str] = Counter()
+    def __init__(self, gateways: int, fleet: Fleet) -> None:
+        self._gateways, self._fleet = gateways, fleet
+        self.violations, self.broken = fleet.violations, fleet.broken
         self.open = 0  # requests that began and did not end
         self._under_way = Counter[str]()  # requests that were admitted and have not ended, by level
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
+        self._placed = Counter[tuple[int, str]]()  # requests that hold a place under the caps, by caps and cap
+        self._places: dict[Slot, list[tuple[int, str]]] = {}
         self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
         self._accounts: dict[tuple[object, ...], _Account] = {}  # by store, level, limit and its day or month
         self._held: dict[str, list[tuple[_Account, float]]] = {}  # by reservation: its amounts, until they are settled
 
     def watch(self, gateways: Iterable[Service]) -> None:
-        """See from now on what reservations and settlements take from the buckets."""
+        """See from now on what reservations and settlements take from the buckets, and who gets places and slots."""
         for gateway in gateways:
+            for pool, slots in gateway.admission._slots.items():
+                self._turns(gateway, pool, slots)
+            gateway.admission._make_slots = partial(self._slots, gateway)
+            if isinstance(caps := gateway._concurrency, Concurrency):
+                caps.try_acquire = partial(self._acquired, caps)  # type: ignore[method-assign]
+                caps._give_back = partial(self._given_back, caps)  # type: ignore[method-assign]
             if isinstance(store := gateway.budgets, MemoryStore):
                 store.settle = partial(self._settled, store)  # type: ignore[method-assign]
                 store.try_reserve = partial(self._reserved, store)  # type: ignore[method-assign]
+
+    def _turns(self, gateway: Service, pool: str, slots: PoolSlots) -> None:
+        known = lambda: any(replica.slots for replica in gateway.replicas.ready_in(pool))  # noqa: E731
+        Turns(slots, partial(self._fleet.slots, pool), known, self.broken)
+
+    def _slots(self, gateway: Service, *given: Any, **named: Any) -> PoolSlots:
+        self._turns(gateway, named["name"], slots := PoolSlots(*given, **named))
+        return slots
+
+    def _acquired(
+        self, caps: Concurrency, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = ""
+    ) -> Slot:
+        slot = Concurrency.try_acquire(caps, levels, priority, requests, pool)
+        mosts = {level.name: level.limits.max_in_flight for level in levels}
+        mosts |= {"all": caps.limit, f"class {priority} at {pool}": caps.class_limits.get(priority)}
+        self._places[slot] = [(id(caps), name) for name in mosts]
+        for place, most in zip(self._places[slot], mosts.values(), strict=True):
+            self._placed[place] += requests
+            if most is not None and self._placed[place] > most:
+                self.broken(f"{place[1]} had more requests under way than max_in_flight")
+        return slot
+
+    def _given_back(self, caps: Concurrency, slot: Slot) -> None:
+        Concurrency._give_back(caps, slot)
+        for place in self._places.pop(slot, ()):
+            self._placed[place] -= slot.requests
 
     def _reserved(
         self, store: MemoryStore, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
@@ -118,9 +156,6 @@ class Ledger:
             if taken := had - bucket.balance - bucket.held:
                 place = name, reservation.id
                 self._taken[place] = self._taken.get(place, 0.0) + taken
-
-    def broken(self, text: str) -> None:
-        self.violations[text] += 1
 
     @contextmanager
     def asking(self, number: int, gateway: Service, levels: Sequence[Level]) -> Iterator[None]:

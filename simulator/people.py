@@ -22,6 +22,7 @@ from gateway.service import Service
 from gateway.telemetry.metrics import refusal_reason
 from simulator.invariants import Ledger
 from simulator.replica import Prompt
+from simulator.routes import could_move
 from simulator.scenario import Persona
 
 _WORDS = "the quick brown fox jumps over a lazy dog while rain falls on some old grey roof "
@@ -152,7 +153,7 @@ class People:
         if persona.sessions:
             session = f"{self.name}-{rng.randrange(persona.sessions) if user is None else user}"
         text = _text(tokens, head)
-        prompt = Prompt.of(text, tokens, answer, shared, zlib.crc32(text.encode()) % 2048 << 20)
+        prompt = Prompt.of(text, tokens, answer, shared, zlib.crc32(text.encode()) % 2048 << 20, session)
         record = Sent(number, at_s, at_s, user=user, nth=number if user is None else nth)
         self.records.append(record)
         request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
@@ -206,7 +207,8 @@ class People:
         context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
         asked_s = self._loop.time()
         choices = await service.choices((request,), context)
-        if self._loop.time() - asked_s > service.configuration.policy.longest_wait_s + 1:
+        began_s, rules = self._loop.time(), context.tenant.class_rules
+        if began_s - asked_s > ((rules and rules.max_wait_s) or service.configuration.policy.admission.max_wait_s) + 1:
             ledger.broken("a request waited longer than max_wait_s")
         ledger.admitted(context.tenant.levels)
         failed: BaseException | None = None
@@ -219,6 +221,8 @@ class People:
                 ids = delta.token_ids
                 if ids != tuple(range(prompt.base + received, prompt.base + received + len(ids))):
                     ledger.broken("a token was lost or came twice")
+                if self._loop.time() > began_s + service.settings.request_timeout_s + 1:
+                    ledger.broken("a request was served after its deadline")
                 if ids:
                     received += len(ids)
                     record.messages.append((time.monotonic() + persona.network_s, len(ids)))
@@ -232,6 +236,8 @@ class People:
                 ledger.broken("an answer had no end, or none with a usage")
         except (TridentError, asyncio.CancelledError) as error:
             failed = error
+            if isinstance(error, TridentError) and could_move(service, choices.generations[0], error):
+                ledger.broken("a request failed though another replica had room")
             raise
         finally:
             choices.close(failed)
@@ -241,7 +247,7 @@ class People:
                 ledger.broken("a request was sent to a pool that does not serve its model")
             if usage is not None:
                 record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
-                most, rules = generation.request.max_tokens, context.tenant.class_rules
+                most = generation.request.max_tokens
                 if most > min(request.max_tokens, (rules and rules.max_tokens) or request.max_tokens):
                     ledger.broken("an answer had more tokens than its caller or its class allows")
                 if most < request.max_tokens and NOTE not in choices.headers:

@@ -23,6 +23,7 @@ from contract.generation import FinishReason, GenerationRequest, Timings, TokenD
 from gateway.routing.registrations import Registration
 from gateway.routing.replica_metrics import ReplicaMetrics
 from simulator.engine import Engine
+from simulator.routes import SHORTEST, Breaker, Routes
 from simulator.virtual_time import replaced
 
 Message = tuple[TokenDelta, bool, str]
@@ -32,20 +33,29 @@ class Prompt(str):
     """A prompt that tells the model of the engine what it cannot know from a text: its own tokens, how many tokens its
     answer has, the key of what it shares with other prompts and how many tokens that are, and the answer's first id.
 
-    pools: of the replicas that it was sent to.
+    session: the conversation that it belongs to. pools: of the replicas that it was sent to.
     """
 
     tokens: int
     answer: int
     prefix: tuple[str, int]
     base: int
+    session: str
     pools: set[str]
 
     @classmethod
-    def of(cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0), base: int = 0) -> Prompt:
+    def of(
+        cls,
+        text: str,
+        tokens: int,
+        answer: int,
+        prefix: tuple[str, int] = ("", 0),
+        base: int = 0,
+        session: str = "",
+    ) -> Prompt:
         prompt = cls(text)
         prompt.tokens, prompt.answer, prompt.prefix, prompt.base = tokens, answer, prefix, base
-        prompt.pools = set()
+        prompt.session, prompt.pools = session, set()
         return prompt
 
 
@@ -79,7 +89,7 @@ class Replica:
     """One replica. state: starting, ready, draining, hung, dead or gone.
 
     held: numbers of the faults that keep it dead or hung. left_s: of its start, after these.
-    delay_s: of the network, each way. blind: outages of its metrics that last.
+    delay_s: of the network, each way. blind: outages of its metrics that last. failing: faults of its engine that last.
     late: requests of people that were sent to it after it had withdrawn.
     """
 
@@ -92,7 +102,7 @@ class Replica:
         self.held: set[int] = set()
         self.left_s = 0.0
         self.delay_s = 0.0
-        self.blind = self.late = 0
+        self.blind = self.late = self.failing = 0
         self.calls: dict[Call, None] = {}
 
     def listens(self, now_s: float) -> bool:
@@ -138,10 +148,17 @@ class Replica:
 
 
 class Channel:
-    """In place of the gRPC channel to one replica."""
+    """In place of the gRPC channel of one gateway to one replica."""
 
-    def __init__(self, replica: Replica, connection: Any) -> None:
+    def __init__(self, replica: Replica, connection: Any, routes: Routes) -> None:
         self._replica, self.connection, self.url = replica, connection, replica.address
+        self._routes, self._breaker = routes, Breaker(routes.settings)
+
+    @property
+    def has_room(self) -> bool:
+        replica = self._replica
+        working = replica.state == "ready" and not replica.failing
+        return working and len(replica.calls) < replica.engine.pool.slots
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
         replica = self._replica
@@ -155,7 +172,15 @@ class Channel:
         return True
 
     def generate(self, sent: Sent, timeout_s: float, metadata: object) -> Call:
-        return Call(self._replica, sent, timeout_s)
+        prompt = sent.request.text_input
+        if isinstance(prompt, Prompt):
+            if self._breaker.forbids(asyncio.get_running_loop().time()):
+                self._routes.broken("a request was sent to a replica whose breaker must be open")
+            if not prompt.pools:
+                prefix, shared = prompt.prefix
+                part = shared / prompt.tokens if shared >= SHORTEST else 0.0
+                self._routes.check(self.url, self._replica.pool, sent.request, prompt.session, prefix, part)
+        return Call(self._replica, sent, timeout_s, self._breaker)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -164,8 +189,9 @@ class Channel:
 class Call:
     """In place of grpc.aio.UnaryStreamCall: yields messages, then ends or raises grpc.aio.AioRpcError."""
 
-    def __init__(self, replica: Replica, sent: Sent, timeout_s: float) -> None:
+    def __init__(self, replica: Replica, sent: Sent, timeout_s: float, breaker: Breaker) -> None:
         self._loop = asyncio.get_running_loop()
+        self._breaker, self._sent_s = breaker, self._loop.time()
         self._replica, self._request = replica, sent.request
         self.prompt = sent.request.text_input
         self._messages: deque[Message] = deque()
@@ -188,7 +214,10 @@ class Call:
             self.fail(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
         else:
             replica.calls[self] = None
-            self._after(self._submit if self._sequence.reserved <= replica.engine.kind.longest else self._refuse)
+            if replica.failing and prompt is self.prompt:
+                self._after(self.fail, grpc.StatusCode.INTERNAL, "engine failed")
+            else:
+                self._after(self._submit if self._sequence.reserved <= replica.engine.kind.longest else self._refuse)
 
     def __aiter__(self) -> Call:
         return self
@@ -216,6 +245,8 @@ class Call:
         if not self._ended:
             self._end()
             self._replica.engine.cancel(self._sequence, self._loop.time())
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+                self._breaker.failed(self._sent_s, self._loop.time())
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
             self._wake()
 
@@ -257,6 +288,7 @@ class Call:
             self._messages.append(message)
             if message[1]:
                 self._end()
+                self._breaker.succeeded()
             self._wake()
 
     def _end(self) -> None:

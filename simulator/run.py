@@ -117,7 +117,7 @@ async def _made(scenario: Scenario, seed: int, folder: Path) -> tuple[Fleet, Led
     gateways = replicas.gateways
     for number in range(scenario.gateway.count):
         gateways.append(fleet.gateway(scenario, keys, replicas, seed, number, folder))
-    ledger = Ledger(len(gateways))
+    ledger = Ledger(len(gateways), replicas)
     people = {
         name: People(name, persona, gateways, ledger, seed, scenario.start_hour)
         for name, persona in scenario.personas.items()

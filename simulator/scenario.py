@@ -182,14 +182,15 @@ class Persona(BaseModel):
 
 
 class Fault(BaseModel):
-    """kind: kill (the process ends and starts again after for_s), hang, slow (steps take factor times as long),
-    metrics_outage (of its replicas and of all gateways), network_delay (delay_s more each way).
+    """kind: kill (the process ends and starts again after for_s), hang, fail (the engine fails every request, which
+    probes do not see), slow (steps take factor times as long), metrics_outage (of its replicas and of all gateways),
+    network_delay (delay_s more each way).
 
     at_s, for_s: when, and how long. replica: number of it in the pool in the order of starting; None: all of the pool.
     """
 
     model_config = _TABLE
-    kind: Literal["kill", "hang", "slow", "metrics_outage", "network_delay"]
+    kind: Literal["kill", "hang", "fail", "slow", "metrics_outage", "network_delay"]
     at_s: _Seconds
     for_s: _Seconds = 30.0
     pool: str

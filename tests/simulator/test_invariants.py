@@ -255,6 +255,7 @@ LIMIT = 60
 """
 
 
+@pytest.mark.slow  # a simulated minute of each
 @pytest.mark.parametrize(
     ("limit", "plant", "violation"),
     [
@@ -326,6 +327,7 @@ def test_promises_of_admission_hold(tmp_path: Path):
     assert not honest.violations
 
 
+@pytest.mark.slow  # a simulated minute of each
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "violation"),
     [
@@ -372,6 +374,7 @@ def test_a_broken_promise_of_admission_is_found(monkeypatch, tmp_path: Path, own
     assert violation in classes(tmp_path).violations
 
 
+@pytest.mark.slow  # minutes of a fleet that grows and shrinks, 3 s for each law
 @pytest.mark.parametrize(
     ("rules", "violation"),
     [

@@ -13,12 +13,15 @@ import pytest
 from clients.wire import failures
 from contract.errors import DeadlineExceeded, PromptTooLong, Unavailable
 from contract.generation import GenerationRequest
+from gateway.config.settings import Settings
 from simulator import virtual_time
 from simulator.engine import Engine
 from simulator.replica import Channel, Prompt, Replica, Sent
+from simulator.routes import Routes
 from simulator.scenario import Pool
 
 POOL = Pool(step={"step_s": 0.1}, send_s=0.0)
+ROUTES = Routes(Settings.from_environment({}), lambda _: {}, lambda _: None)
 
 
 def replica() -> Replica:
@@ -36,7 +39,7 @@ def test_a_request_that_the_engine_cannot_hold_is_refused_as_too_long(bounds):
     async def work():
         served = Replica("main", 1, partial(Engine, Pool(step={"step_s": 0.1}, **bounds), random.Random(0)), 0.0)
         served.state = "ready"
-        channel = Channel(served, None)
+        channel = Channel(served, None, ROUTES)
         fits = [message async for message in channel.generate(request(most=15), 60.0, ())]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [message async for message in channel.generate(request(most=16), 60.0, ())]
@@ -56,7 +59,7 @@ def request(answer: int = 5, most: int = 20, continue_ids: tuple[int, ...] = ())
 def test_a_replica_that_starts_takes_no_connection():
     async def work():
         starting = Replica("main", 1, partial(Engine, POOL, random.Random(0)), asyncio.get_running_loop().time() + 9.0)
-        channel = Channel(starting, None)
+        channel = Channel(starting, None, ROUTES)
         with pytest.raises(Unavailable):
             await channel.model_ready("ensemble", 1.0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -68,7 +71,7 @@ def test_a_replica_that_starts_takes_no_connection():
 
 def test_a_call_yields_the_answers_tokens_and_ends():
     async def work():
-        call = Channel(replica(), None).generate(request(), 60.0, ())
+        call = Channel(replica(), None, ROUTES).generate(request(), 60.0, ())
         return [message async for message in call]
 
     messages = ran(work)
@@ -81,7 +84,7 @@ def test_a_call_yields_the_answers_tokens_and_ends():
 
 def test_an_answer_goes_on_behind_the_ids_that_were_sent():
     async def work():
-        call = Channel(replica(), None).generate(request(most=4, continue_ids=(0, 1)), 60.0, ())
+        call = Channel(replica(), None, ROUTES).generate(request(most=4, continue_ids=(0, 1)), 60.0, ())
         return [message async for message in call]
 
     messages = ran(work)
@@ -92,7 +95,7 @@ def test_an_answer_goes_on_behind_the_ids_that_were_sent():
 def test_a_death_a_deadline_and_a_cancel():
     async def work():
         loop, served = asyncio.get_running_loop(), replica()
-        channel = Channel(served, None)
+        channel = Channel(served, None, ROUTES)
         late = channel.generate(request(), 0.25, ())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [message async for message in late]
@@ -123,7 +126,7 @@ def test_messages_come_in_order_when_the_networks_delay_ends():
     async def work():
         served = replica()
         served.delay_s = 1.0
-        call = Channel(served, None).generate(request(answer=40, most=40), 60.0, ())
+        call = Channel(served, None, ROUTES).generate(request(answer=40, most=40), 60.0, ())
         asyncio.get_running_loop().call_later(2.55, setattr, served, "delay_s", 0.0)
         return [token async for delta, _, _ in call for token in delta.token_ids]
 
@@ -135,7 +138,7 @@ def test_a_hung_replica_answers_nothing():
         served = replica()
         served.hang()
         with pytest.raises(DeadlineExceeded):
-            await Channel(served, None).model_ready("ensemble", 2.0)
+            await Channel(served, None, ROUTES).model_ready("ensemble", 2.0)
         return asyncio.get_running_loop().time() - virtual_time.START_S
 
     assert ran(work) == pytest.approx(2.0)

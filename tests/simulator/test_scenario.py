@@ -56,7 +56,11 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ),
         ({"interval_s": 1e-9}, "interval_s", "greater than or equal to 0.1, got 1e-09"),
         ({"personas": {"a": {"users": 1, "day": [1.0]}}}, "personas.a.day", "at least 24 items"),
-        ({"faults": [{"kind": "x", "at_s": 1.0, "pool": "m"}]}, "faults.0.kind", "must be 'kill', 'hang', 'slow', "),
+        (
+            {"faults": [{"kind": "x", "at_s": 1, "pool": "m"}]},
+            "faults.0.kind",
+            "must be 'kill', 'hang', 'fail', 'slow', ",
+        ),
         ({"faults": [{"kind": "kill", "at_s": 1.0, "pool": "n"}]}, "faults.0.pool", "must be one of the pools m, got"),
         ({"scaling": {"pools": {"n": {}}}}, "scaling.pools", "must be one of the pools m, got 'n'"),
         ({"scaling": {"defaults": {"max_replicas": 0}}}, "scaling.defaults.max_replicas", "greater than or equal to 1"),

@@ -1,0 +1,119 @@
+"""What the routes of one gateway must keep: breakers, conversations and prefixes, failover."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from clients.replica_set import picks
+from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
+from contract.generation import GenerationRequest
+from gateway.config.settings import SCORED, Settings
+from gateway.generation import Generation
+from gateway.routing import prefix_cache
+from gateway.routing.replicas import RoutedReplica
+from gateway.routing.scoring import LIGHT, NEARLY_FULL
+from gateway.service import Service
+
+_ROUTED_BY = {"session": (SCORED, "session_affinity"), "prefix": (SCORED,)}
+_MOST_OF_IT = 0.6  # of a prompt in common with others: a part that small has no effect on the loads' vote
+SHORTEST = 256  # tokens in common, which no block's end cuts to less than routing looks for
+
+
+class Breaker:
+    """What a replica's breaker must do at least, by the calls that the replica fails."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._failures, self._open_s = settings.breaker_failures, settings.breaker_open_s
+        self._in_a_row, self._opened_s = 0, -self._open_s
+
+    def forbids(self, now_s: float) -> bool:
+        return self._opened_s < now_s < self._opened_s + self._open_s
+
+    def succeeded(self) -> None:
+        self._in_a_row, self._opened_s = 0, -self._open_s
+
+    def failed(self, sent_s: float, now_s: float) -> None:
+        if sent_s < self._opened_s + self._open_s:
+            return  # it was under way when the breaker opened
+        self._in_a_row += 1
+        if self._in_a_row >= self._failures:
+            self._opened_s = now_s
+
+
+class Routes:
+    """Sees every request of people that one gateway sends. pool: returns its replicas of a pool, by URL."""
+
+    def __init__(
+        self, settings: Settings, pool: Callable[[str], Mapping[str, RoutedReplica]], broken: Callable[[str], None]
+    ) -> None:
+        self.settings, self._pool, self.broken = settings, pool, broken
+        self._homes: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._sent: defaultdict[str, set[str]] = defaultdict(set)  # URLs by what prompts have in common
+
+    def check(self, url: str, pool: str, request: GenerationRequest, session: str, prefix: str, part: float) -> None:
+        """Check where a request is sent first: with its conversation, or where its beginning is cached.
+
+        prefix: what it begins with, as others do. part: of the prompt that this is, 0 where it is short.
+        """
+        routing = self.settings.routing
+        if session and routing in _ROUTED_BY["session"]:
+            self._check_session(url, pool, session)
+        elif prefix and not session and routing in _ROUTED_BY["prefix"]:
+            if url not in self._sent[prefix] and part >= _MOST_OF_IT:
+                self._check_prefix(url, pool, request)
+            self._sent[prefix].add(url)
+
+    def _check_session(self, url: str, pool: str, session: str) -> None:
+        now_s = time.monotonic()
+        ready = [replica for replica in self._pool(pool).values() if replica.ready(now_s)]
+        names = tuple([replica.url for replica in ready])
+        if (home := self._homes.get((session, names))) is None:
+            home = max(names, key=lambda name: picks.rank(name, session, 1.0), default=url)
+            self._homes[session, names] = home
+        if home != url and self._settled(ready, now_s):
+            if home in picks.below_share([replica.candidate(now_s).load for replica in ready]):
+                self.broken("a request of a conversation was sent to another replica than those before")
+
+    def _check_prefix(self, url: str, pool: str, request: GenerationRequest) -> None:
+        now_s = time.monotonic()
+        ready = [replica for replica in self._pool(pool).values() if replica.ready(now_s)]
+        blocks = prefix_cache.blocks(request)
+        # Its own has them from now on, and had not before.
+        cached = {one.url for one in ready if one.url != url and one.prefixes.fraction(blocks) >= 0.5}
+        if cached and self._settled(ready, now_s):
+            loads = [replica.candidate(now_s).load for replica in ready]
+            light = {load.name for load in loads if picks.occupancy(load) < LIGHT * load.max_running}
+            if cached & (light | picks.below_share(loads)):
+                self.broken("a request was sent elsewhere than where its beginning is cached")
+
+    def _settled(self, ready: list[RoutedReplica], now_s: float) -> bool:
+        """Whether nothing but load and affinity tells the replicas apart."""
+        candidates = [replica.candidate(now_s) for replica in ready]
+        return all(
+            one.age_s > self.settings.slow_start_s
+            and not one.load.waiting
+            and one.load.kv_usage < NEARLY_FULL
+            and picks.has_room(one.load)
+            for one in candidates
+        )
+
+
+def could_move(gateway: Service, generation: Generation, error: TridentError) -> bool:
+    """Whether a request that failed at its only attempt should have gone to another replica, which had room."""
+    settings, route, now_s = gateway.settings, generation._route, time.monotonic()
+    if route is None or not route.replica or generation._attempts != 1 or not settings.continuations:
+        return False
+    if isinstance(error, DeadlineExceeded):
+        silent_s = now_s - max(generation._opened_s, route.progress_s)
+        if generation.tokens or not settings.hang_retries:
+            return False
+        if silent_s < min(settings.first_token_timeout_s, settings.idle_timeout_s) + 1:
+            return False
+    elif not isinstance(error, Unavailable | EngineFailed) or gateway.replicas._budget.tokens < 1:
+        return False
+    if generation.request in generation._runtime.suspects:
+        return False
+    others = [replica for replica in gateway.replicas.ready_in(route.pool) if replica.url != route.replica]
+    return any(replica.channel.has_room for replica in others)  # type: ignore[attr-defined]
