@@ -53,7 +53,6 @@ class Fleet:
     def check(self) -> None:
         """Raise InvalidArgument or NotFound for what no replica could start with, and for wrong rules."""
         server = checked(self.arguments)
-        engine_of(server)
         rules.read(self.scaling)
         if shutil.which(server.python) is None:
             raise InvalidArgument("python", f"must be an interpreter that can be run, got {server.python!r}")
@@ -61,6 +60,7 @@ class Fleet:
             raise InvalidArgument("max", f"must be at least 1, got {self.max}")
         if not 0 <= self.min <= self.max:
             raise InvalidArgument("min", f"must be at least 0 and at most max, {self.max}, got {self.min}")
+        engine_of(server)
 
     def deploy(self) -> None:
         """Give Serve this configuration, by which it starts, rolls out or rescales the replicas."""
