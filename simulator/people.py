@@ -95,7 +95,6 @@ class People:
         self._start_hour, self._seed = start_hour, seed
         self.records: list[Sent] = []
         self.tasks: set[asyncio.Task[Sent]] = set()
-        self._turn = count()
         self._tenants = [tenant(gateway, name, persona) for gateway in gateways]
         # The whole prompts of a group begin alike, as long as they are.
         groups = range(persona.prefix_groups if persona.prefix_tokens else 0)
@@ -172,7 +171,8 @@ class People:
             timer = self._loop.call_later(persona.patience_s, own.cancel)
         try:
             for attempt in count():
-                number = next(self._turn) % len(self._gateways)
+                # By the request alone: a retry must not move the others where two policies are compared.
+                number = ((record.user or 0) + record.nth + attempt) % len(self._gateways)
                 try:
                     with self._ledger.asking(number, self._gateways[number], self._tenants[number].levels):
                         await self._attempt(number, record, request, session, timer, leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contract.errors import InvalidArgument
+from simulator.people import People
 from tests.simulator.test_run import CHAT, POOL, simulated
 
 KEYS = 'salt = "9f3c0d5e2a71b8446c1fd0a3e97b5a28"\n[orgs.acme.teams.web]\nweight = 2.0\n'
@@ -31,6 +32,26 @@ def test_a_shared_prefix_is_cached_and_keeps_its_replica():
     first, other = (simulated(pools=pools, personas={"chat": one}) for one in (alike, apart))
     cached, plain = (sum(record.ttft_s or 0.0 for record in one.everyone) for one in (first, other))
     assert cached < 0.8 * plain
+
+
+def test_retries_move_no_other_request_to_another_gateway(monkeypatch):
+    first: dict[int, int] = {}
+    attempt = People._attempt
+
+    async def noted(self, number, record, *more):
+        first.setdefault(record.nth, number)
+        await attempt(self, number, record, *more)
+
+    monkeypatch.setattr(People, "_attempt", noted)
+    placed, refused = [], []
+    for most in ("1", "1000"):
+        gateway = {"count": 3, "settings": {"max_in_flight": most}}
+        told = simulated(gateway=gateway, personas={"chat": CHAT | {"retries": 3}})
+        placed.append(dict(first))
+        refused.append(told.counts["refused: concurrency"])
+        first.clear()
+    assert refused[0] > 10 and not refused[1]
+    assert placed[0] == placed[1] and set(placed[0].values()) == {0, 1, 2}
 
 
 def test_the_people_of_a_policy_with_keys_need_one(tmp_path):
