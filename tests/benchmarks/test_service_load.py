@@ -156,6 +156,7 @@ def test_loads_are_sent_until_two_in_turn_agree(monkeypatch, capsys):
         assert f"differ by {differ} at most" in said and ("doubtful" in said) == (differ == "41%")
 
 
+@pytest.mark.slow  # tokenizes the prompts of all loads
 def test_no_load_in_service_sends_a_prompt_of_another_one(monkeypatch):
     """It would be in the prefix cache, and prompts would seem to take no time."""
     for name in ("LEAST_S", "MOST_S"):

@@ -200,6 +200,7 @@ def test_a_text_that_ends_early_tells_of_what_it_reached():
     assert step_trials.stretches(messages, 4, 32) == pytest.approx([0.832, 1.0, 1.0, 1.0, 1.0], abs=0.001)
 
 
+@pytest.mark.slow  # makes the prompts of two experiments
 def test_texts_whose_acceptance_is_measured_are_the_same_in_every_run(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(step_trials, "TEXTS", 3)
 

@@ -195,6 +195,7 @@ async def test_a_replica_registers_over_tls(pki: Path, stranger: Path, tmp_path:
             await registration.close()
 
 
+@pytest.mark.slow  # starts whole programs
 async def test_commands_trust_the_authority_of_the_environment(pki: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("an-operators-token-0123")
