@@ -80,7 +80,9 @@ class Ledger:
                 store.try_reserve = partial(self._reserved, store)  # type: ignore[method-assign]
 
     def _turns(self, gateway: Service, pool: str, slots: PoolSlots) -> None:
-        known = lambda: any(replica.slots for replica in gateway.replicas.ready_in(pool))  # noqa: E731
+        def known() -> bool:
+            return any(replica.slots for replica in gateway.replicas.ready_in(pool))
+
         Turns(slots, partial(self._fleet.slots, pool), known, self.broken)
 
     def _slots(self, gateway: Service, *given: Any, **named: Any) -> PoolSlots:

@@ -110,9 +110,9 @@ def _exported(name: str, config: Fields) -> Architecture:
 
     hidden = size("hidden_size", "n_embd", "d_model")
     heads = size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", high=MOST_HEADS)
-    one_kv_head = config.boolean("multi_query", False) and not config.boolean(
-        "new_decoder_architecture", False
-    )  # Falcon
+    # Falcon's newer architecture has num_kv_heads in place of the switch.
+    grouped = config.boolean("new_decoder_architecture", False)
+    one_kv_head = config.boolean("multi_query", False) and not grouped
     return Architecture(
         name=name,
         vocab_size=size("vocab_size"),

@@ -333,17 +333,16 @@ def counted_route(
     handlers: by HTTP method; what they return is sent, as JSON if it is no response.
     """
 
-    async def endpoint(request: Request) -> Response:
+    async def handled(request: Request) -> Any:
         handler = handlers["GET" if request.method == "HEAD" else request.method]
-        try:
-            found = await handler(request, await service.tenant(request.headers))
-            response = (
-                found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
-            )
-        except TridentError as error:
-            response = error_responses.response(*error_responses.http(error))
-            if not await request_body.drained(request):
-                response.headers["connection"] = "close"
+        return await handler(request, await service.tenant(request.headers))
+
+    answer = error_responses.answering(handled)
+
+    async def endpoint(request: Request) -> Response:
+        response = await answer(request)
+        if response.status_code >= 400 and not await request_body.drained(request):
+            response.headers["connection"] = "close"
         response.headers["x-request-id"] = _printable(request.headers.get("x-request-id") or new_request_id())
         service.metrics.requests.labels("http", operation, response.status_code).inc()
         return response

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from contract.errors import InvalidArgument, NotFound, Overloaded
+from contract.generation import Usage
 from gateway.database import Database
 
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
@@ -25,6 +26,7 @@ _IS_UNFINISHED = f"status IN {UNFINISHED}"  # in SQL the names are written as in
 _FORGET_LINES = "DELETE FROM lines WHERE batch_id = (SELECT id FROM batches WHERE id = ? AND status = 'validating')"
 _VERSION = 1
 _PAGE_ROWS = 256  # lines read at once
+_UNUSED = Usage(0, 0)
 _SCHEMA = """
 CREATE TABLE files (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL,
@@ -394,11 +396,9 @@ class BatchStore(Database):
             )
             return [Line(*row) for row in rows]
 
-    def finish_line(self, line: Line, ok: bool, result: bytes, *tokens: int) -> bool:
-        """Store a line's result: JSON without a line end. Returns False, and changes nothing, if it has one already.
-
-        tokens: of input, those of them cached, of output, those of them reasoning; 0 for those left out.
-        """
+    def finish_line(self, line: Line, ok: bool, result: bytes, usage: Usage = _UNUSED) -> bool:
+        """Store a line's result: JSON without a line end. Returns False, and changes nothing, if it has one already."""
+        tokens = usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens
         with self._transaction() as db:
             done = db.execute(
                 "UPDATE lines SET ok = ?, result = ?, body = NULL WHERE batch_id = ? AND number = ? AND ok IS NULL",
@@ -410,7 +410,7 @@ class BatchStore(Database):
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,"
                 " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
                 " reasoning_tokens = reasoning_tokens + ? WHERE id = ?",
-                (int(ok), int(not ok), *(*tokens, 0, 0, 0, 0)[:4], line.batch_id),
+                (int(ok), int(not ok), *tokens, line.batch_id),
             )
             return True
 

@@ -30,6 +30,7 @@ from contract.errors import (
     Unauthenticated,
     Unavailable,
 )
+from contract.generation import Usage
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
 from gateway.api.openai_http import FormatterType
@@ -357,14 +358,14 @@ class BatchWorker:
         self._metrics.lines.labels("retried").inc()
 
     async def _finish(self, run: _Run, queued: _QueuedLine, ok: bool, result: bytes, usage: Mapping[str, Any]) -> None:
-        tokens = (
+        used = Usage(
             usage.get("prompt_tokens", 0),
-            (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
             usage.get("completion_tokens", 0),
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
             (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
         )
         # Shielded: a result is stored even if the line is cancelled in this moment.
-        storing = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, queued.line, ok, result, *tokens))
+        storing = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, queued.line, ok, result, used))
         try:
             fresh = await asyncio.shield(storing)
         except asyncio.CancelledError:

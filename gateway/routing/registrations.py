@@ -76,7 +76,7 @@ class Registrations:
         (self._joined if known.state == "ready" else self._left)(known.pool, known.address)
 
     def known(self) -> dict[str, Entry]:
-        """Return what is registered, by address, for ``learn`` of another process of this machine."""
+        """Return what is registered, by address."""
         return dict(self._entries)
 
     def learn(self, known: dict[str, Entry]) -> None:

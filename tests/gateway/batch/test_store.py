@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, NotFound, Overloaded, Unavailable
+from contract.generation import Usage
 from gateway.batch.store import Batch, BatchLimits, BatchStore, FileTooLarge, Line
 
 
@@ -58,7 +59,7 @@ def test_every_line_has_one_result_whatever_comes_twice_and_when_it_reopens(tmp_
         if step == reopen_at:
             store.close()
             store = BatchStore(path)
-        fresh = store.finish_line(lines[number], ok, b"result of try %d" % step, 1, 0, 2)
+        fresh = store.finish_line(lines[number], ok, b"result of try %d" % step, Usage(1, 2))
         assert fresh is (number not in first)
         first.setdefault(number, ok)
         now = store.batch("a", batch.id)
@@ -222,7 +223,7 @@ def test_a_database_of_before_reasoning_was_counted_goes_on(tmp_path: Path):
     with sqlite3.connect(tmp_path / "b") as db:
         db.execute("ALTER TABLE batches DROP COLUMN reasoning_tokens")
     store = BatchStore(tmp_path / "b")
-    assert store.finish_line(line, True, b"{}", 5, 1, 4, 3)
+    assert store.finish_line(line, True, b"{}", Usage(5, 4, 1, 3))
     found = store.batch("a", batch.id)
     assert (found.input_tokens, found.cached_tokens, found.output_tokens, found.reasoning_tokens) == (5, 1, 4, 3)
 

@@ -208,18 +208,26 @@ async def test_a_redis_that_comes_back_empty_ends_no_stream(redis_socket: Path):
         assert (await read(two.base_url, "k"))[0] == 200 and replica.counts.started == 2
 
 
-@pytest.mark.parametrize("left", [0, 1])
-async def test_a_redis_that_lost_items_of_a_stream_gets_no_wrong_ones(redis_socket: Path, left: int):
+@pytest.fixture
+async def made(redis_socket: Path) -> AsyncIterator[Records]:
+    """Records of one gateway in an empty Redis."""
     state = SharedState(f"unix://{redis_socket}")
     await state.redis.flushall()
-    made = Records(state, 60.0, lambda: False)
+    found = Records(state, 60.0, lambda: False)
+    yield found
+    await found.aclose()
+    await state.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_a_redis_that_lost_items_of_a_stream_gets_no_wrong_ones(made: Records, left: int):
     record = made.record("t", "k", "digest")
     assert await record.claim() == "new"
 
     async def four() -> AsyncIterator[ChoiceDelta]:
         for number in range(4):
             if number == 3:
-                await state.redis.rpop(record.keys[1], 3 - left)
+                await made._state.redis.rpop(record.keys[1], 3 - left)
             yield ChoiceDelta(0, TokenDelta(str(number), (number,)))
 
     assert len([item async for item in record.generate(four())]) == 4
@@ -227,15 +235,10 @@ async def test_a_redis_that_lost_items_of_a_stream_gets_no_wrong_ones(redis_sock
     found = await reader.read()
     assert found is not None and not found[1] and not record.owned
     assert len(reader.items) == left
-    await made.aclose()
-    await state.close()
 
 
-async def test_the_end_of_a_stream_is_written_when_redis_is_back(redis_socket: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_end_of_a_stream_is_written_when_redis_is_back(made: Records, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "RENEW_S", 0.05)
-    state = SharedState(f"unix://{redis_socket}")
-    await state.redis.flushall()
-    made = Records(state, 60.0, lambda: False)
     record, reader = made.record("t", "k", "digest"), made.record("t", "k", "digest")
     await record.claim()
 
@@ -243,25 +246,20 @@ async def test_the_end_of_a_stream_is_written_when_redis_is_back(redis_socket: P
         for number in range(4):
             yield ChoiceDelta(0, TokenDelta(str(number), (number,)))
             if number == 1:
-                state._away_until_s = time.monotonic() + 600
+                made._state._away_until_s = time.monotonic() + 600
 
     assert len([item async for item in record.generate(four())]) == 4
     record.leave()
-    state._away_until_s = 0.0
+    made._state._away_until_s = 0.0
     await until(lambda: not record.owned and not made.owned)
     assert await reader.read() == (None, True, False) and len(reader.items) == 4
-    assert 0 < await state.redis.pttl(record.keys[0]) <= 60_000
-    await made.aclose()
-    await state.close()
+    assert 0 < await made._state.redis.pttl(record.keys[0]) <= 60_000
 
 
 async def test_a_release_that_redis_did_not_take_is_written_when_it_is_back(
-    redis_socket: Path, monkeypatch: pytest.MonkeyPatch
+    made: Records, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(records, "RENEW_S", 0.05)
-    state = SharedState(f"unix://{redis_socket}")
-    await state.redis.flushall()
-    made = Records(state, 60.0, lambda: False)
     record, next_one = made.record("t", "k", "digest"), made.record("t", "k", "digest")
     await record.claim()
     await record.write_head(Head({}, "r", 1, "", Reservation("left", True)))
@@ -272,17 +270,15 @@ async def test_a_release_that_redis_did_not_take_is_written_when_it_is_back(
 
     deltas = record.generate(two())
     await anext(deltas)
-    state._away_until_s = time.monotonic() + 600
+    made._state._away_until_s = time.monotonic() + 600
     await anext(deltas)
     await deltas.aclose()  # as when its reader leaves
     record.leave()
     assert record.owned
-    state._away_until_s = 0.0
+    made._state._away_until_s = 0.0
     await until(lambda: not record.owned and not made.owned)
     assert await next_one.claim() == "lost" and (await next_one.read())[0] == Head({}, "r", 1, "")
     assert len(next_one.items) == next_one.settled == 2
-    await made.aclose()
-    await state.close()
 
 
 async def test_the_end_of_a_stream_is_given_up_after_the_time_it_would_be_kept(monkeypatch: pytest.MonkeyPatch):
