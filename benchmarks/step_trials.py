@@ -41,6 +41,7 @@ PROBES = 3
 PAUSE_S = 0.1
 ANSWER = 64  # tokens
 FIRST_TOKEN_S = 60.0
+ENDING_S = 10.0  # in which requests that were sent before may end
 TEXTS, TEXT = 48, 128  # requests whose acceptance is measured, and tokens of each
 TEXTS_S = 80.0  # after which half of them suffice; the slowest texts, which make the p95 of latencies, are few
 
@@ -330,12 +331,19 @@ def stretches(messages: Sequence[tuple[float, int]], steps: float, draft_tokens:
 
 
 def check_serves(server: ServerUnderTest, name: str, digest: str) -> None:
-    """Raises EngineFailed if the replica says that it serves another engine, or is busy."""
+    """Raises EngineFailed if the replica says that it serves another engine, or is busy for ``ENDING_S``."""
     if server.metrics_url is None:
         return
-    metrics = scrape.fetch(server.metrics_url)
-    served = [labels.get("manifest_sha256") for labels, _ in metrics.matching("trident_engine_info")]
-    if served and digest not in served:
-        raise EngineFailed(f"{server.url} serves another engine, or another build, than {name}")
-    if busy := metrics.value("nv_trt_llm_request_metrics", request_type="active"):
-        raise EngineFailed(f"{server.url} has {busy:g} requests; steps are measured on a replica without other clients")
+    until_s = time.monotonic() + ENDING_S
+    while True:
+        metrics = scrape.fetch(server.metrics_url)
+        served = [labels.get("manifest_sha256") for labels, _ in metrics.matching("trident_engine_info")]
+        if served and digest not in served:
+            raise EngineFailed(f"{server.url} serves another engine, or another build, than {name}")
+        if not (busy := metrics.value("nv_trt_llm_request_metrics", request_type="active")):
+            return
+        if time.monotonic() > until_s:
+            raise EngineFailed(
+                f"{server.url} has {busy:g} requests; steps are measured on a replica without other clients"
+            )
+        time.sleep(0.25)

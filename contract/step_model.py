@@ -168,6 +168,10 @@ class StepModel:
         through: dict[str, Any] = {name: getattr(self, f"gateway_{name}") for name in names}
         return replace(self, **through)
 
+    def at_pace(self, steps_take: float) -> StepModel:
+        """Return the model where everything takes ``steps_take`` times as long, as on a machine that became slower."""
+        return replace(self, **{name: getattr(self, name) * steps_take for name in _NUMBERS if name.endswith("_s")})
+
     def of_texts(self, acceptance: tuple[tuple[float, ...], ...], field: str) -> StepModel:
         """Return the model for other texts, with () for the same. Raises InvalidArgument for ``field``."""
         acceptance = acceptance or self.acceptance

@@ -134,7 +134,7 @@ def words(found: Mapping[str, Any]) -> str:
         return "unknown, no run of such a replica was compared"
     return (
         f"TTFT p95 was off by {found['ttft_p95_error']:+.1%} and end to end p95 by {found['latency_p95_error']:+.1%} "
-        f"at worst where it was compared with real runs ({found['when']}, {found['machine']})"
+        f"at worst where it was compared with real runs at their speed ({found['when']}, {found['machine']})"
     )
 
 

@@ -5,9 +5,10 @@
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
 sequences, in turns. The requests of an open load are written as a trace, which the bench replays, without those that
 the engine refuses; those of the closed loop are drawn by the bench, so that it is for one class, of no trace, all of
-whose requests fit. The largest errors are kept beside the step model, and told with every plan that it makes, unless
-other processes used the machine meanwhile or its speed is another than when the engine was calibrated: steps are
-measured before each turn and after.
+whose requests fit. Steps are measured before each turn and after. Afterwards the same loads are forecast once more, at
+the speed that the machine had meanwhile: this tells what its drift does apart from what the model lacks. The largest
+errors at that speed are kept beside the step model, and told with every plan that it makes, unless other processes used
+the machine meanwhile or it drifted too far.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from cluster.plan.planner import CHECKED, Load, kind_of, loads_of, operating_point
-from cluster.plan.replica import Forecast, Replica, closed_loop, figures, serve
+from cluster.plan.replica import Forecast, Replica, Request, closed_loop, figures, serve
 from cluster.plan.scenario import Scenario
 from contract.errors import EngineFailed, InvalidArgument
 from contract.step_model import described_drift, drifted
@@ -41,6 +43,7 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s"
 @dataclass(frozen=True)
 class Compared:
     """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile.
+    at_pace: the forecast at the speed that the machine had meanwhile, {} where it was not made yet.
     steps_take: times what steps took when the engine was calibrated: the geometric mean of the measurements before each
         turn and after the last.
     """
@@ -50,7 +53,17 @@ class Compared:
     measured: dict[str, float]
     failed: int
     others: float
+    at_pace: dict[str, float] = field(default_factory=dict)
     steps_take: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A load before it runs. forecast: of a replica. options: for the bench."""
+
+    name: str
+    forecast: Callable[[Replica], Forecast]
+    options: list[str]
 
 
 def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compared]:
@@ -71,47 +84,58 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
     timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
-    turns: dict[str, list[Compared]] = {}
+    turns: dict[str, list[tuple[_Asked, Compared]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         ratios = [_steps_take(given.engine, folder)]
         for nth in range(ROUNDS):
             mix = replace(load, seed=scenario.seed + nth)
-            for name, expected, options in _loads(mix, replica, rate, clients, turn_s, folder):
-                turns.setdefault(name, []).append(_compared(name, expected, [*options, *timing], folder))
+            for asked in _loads(mix, replica, rate, clients, turn_s, folder):
+                compared = _compared(asked, replica, timing, folder)
+                turns.setdefault(asked.name, []).append((asked, compared))
             ratios.append(_steps_take(given.engine, folder))
-    found = [_mean(each, geometric_mean(ratios)) for each in turns.values()]
+    steps_take = geometric_mean(ratios)
+    now = replace(replica, step=replica.step.at_pace(steps_take))
+    found = [
+        _mean([replace(one, at_pace=_figures(asked.forecast(now))) for asked, one in each], steps_take)
+        for each in turns.values()
+    ]
     keep(Path(given.engine), replica.step.made, found)
     return found
 
 
-def _loads(
-    load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str
-) -> Iterator[tuple[str, Forecast, list[str]]]:
-    """Yield each load's name, forecast, and options for the bench."""
+def _loads(load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str) -> Iterator[_Asked]:
     end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
     for per_s in (part * rate for part in PARTS):
         coming = (one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s)
         requests = [one for one in coming if one.input_tokens + one.output_tokens <= replica.longest]
         trace.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in requests))
-        expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
-        yield f"{per_s:.3g} requests/s", expected, ["--arrivals", f"trace:{trace}"]
+        forecast = partial(_open_loop, requests, end_s)
+        yield _Asked(f"{per_s:.3g} requests/s", forecast, ["--arrivals", f"trace:{trace}"])
     if len(load.classes) == 1 and not load.classes[0].trace and not load.means(replica.longest, "")[2]:
-        rng, options = random.Random(load.seed), ["--concurrency", str(clients)]
-        expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
+        options = ["--concurrency", str(clients)]
         for name in ("input", "output"):
             size = getattr(load.classes[0], name)
             options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
-        yield f"{clients} clients", expected, options
+        yield _Asked(f"{clients} clients", partial(_closed_loop, load, clients, end_s), options)
+
+
+def _open_loop(requests: list[Request], end_s: float, replica: Replica) -> Forecast:
+    return figures(replica, serve(replica, [replace(one) for one in requests]), WARMUP_S, end_s)
+
+
+def _closed_loop(load: Load, clients: int, end_s: float, replica: Replica) -> Forecast:
+    rng = random.Random(load.seed)
+    return closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
 
 
 def _mean(turns: list[Compared], steps_take: float) -> Compared:
     """Return the means of the turns of one load."""
-    forecast, measured = (
+    forecast, measured, at_pace = (
         {name: fmean(getattr(turn, side)[name] for turn in turns) for name in FIGURES}
-        for side in ("forecast", "measured")
+        for side in ("forecast", "measured", "at_pace")
     )
     failed, others = sum(turn.failed for turn in turns), fmean(turn.others for turn in turns)
-    return Compared(turns[0].load, forecast, measured, failed, others, steps_take)
+    return Compared(turns[0].load, forecast, measured, failed, others, at_pace, steps_take)
 
 
 def keep(folder: Path, made: str, found: list[Compared]) -> None:
@@ -120,21 +144,25 @@ def keep(folder: Path, made: str, found: list[Compared]) -> None:
         return
     errors = {}
     for name in FIGURES:
-        if each := [one.forecast[name] / one.measured[name] - 1 for one in found if one.measured[name] > 0]:
+        if each := [one.at_pace[name] / one.measured[name] - 1 for one in found if one.measured[name] > 0]:
             errors[name] = max(each, key=abs)
-    partial = folder / f"{CHECKED}.partial"
-    partial.write_text(json.dumps({"of": made, "errors": errors}) + "\n", "utf-8")
-    os.replace(partial, folder / CHECKED)
+    unfinished = folder / f"{CHECKED}.partial"
+    unfinished.write_text(json.dumps({"of": made, "errors": errors}) + "\n", "utf-8")
+    os.replace(unfinished, folder / CHECKED)
 
 
-def _compared(load: str, expected: Forecast, options: list[str], folder: str) -> Compared:
-    [result] = _bench(["run", *options], folder)
+def _compared(asked: _Asked, replica: Replica, timing: list[str], folder: str) -> Compared:
+    expected = asked.forecast(replica)
+    [result] = _bench(["run", *asked.options, *timing], folder)
     got, host = result["figures"], result["host_load"]
     ttft, itl, latency = got["ttft_s"], got["itl_s"], got["latency_s"]
     values = (got["output_tokens_per_s"], ttft["p50"], ttft["p95"], itl["mean"], latency["p95"])
-    forecast = {name: getattr(expected, name) for name in FIGURES}
     measured = dict(zip(FIGURES, values, strict=True))
-    return Compared(load, forecast, measured, got["failed"], host["others"] + host["stolen"])
+    return Compared(asked.name, _figures(expected), measured, got["failed"], host["others"] + host["stolen"])
+
+
+def _figures(forecast: Forecast) -> dict[str, float]:
+    return {name: getattr(forecast, name) for name in FIGURES}
 
 
 def _steps_take(engine: str, folder: str) -> float:
@@ -151,10 +179,16 @@ def _bench(options: list[str], folder: str) -> Any:
 
 
 def described(found: list[Compared]) -> str:
+    drifts = sorted({described_drift(one.steps_take) for one in found})
     lines = [f"{'forecast / measured':<20}" + "".join(f"{name:>28}" for name in FIGURES) + "  others"]
     for one in found:
-        pairs = [(one.forecast[name], one.measured[name]) for name in FIGURES]
-        cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was > 0 else "-" for said, was in pairs)
         failed = f", {one.failed} failed" if one.failed else ""
-        lines.append(f"{one.load:<20}" + "".join(f"{cell:>28}" for cell in cells) + f"  {one.others:.0%}{failed}")
-    return "\n".join([*lines, *sorted({described_drift(one.steps_take) for one in found})])
+        lines.append(f"{one.load:<20}{_cells(one.forecast, one.measured)}  {one.others:.0%}{failed}")
+    lines += [*drifts, "forecast at that speed / measured"]
+    return "\n".join([*lines, *(f"{one.load:<20}{_cells(one.at_pace, one.measured)}" for one in found)])
+
+
+def _cells(forecast: dict[str, float], measured: dict[str, float]) -> str:
+    pairs = [(forecast[name], measured[name]) for name in FIGURES]
+    cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was > 0 else "-" for said, was in pairs)
+    return "".join(f"{cell:>28}" for cell in cells)

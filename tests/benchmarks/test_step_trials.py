@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import calibrate, step_trials
+from benchmarks.measurement import ServerUnderTest
 from benchmarks.step_trials import Experiment, Outcome, Trial
 from contract import step_model
 from contract.errors import EngineFailed
+from contract.prometheus import parse
 from contract.scheduling import RESUME_TOKENS, RETRY_AFTER, UNDRAFTED_FROM
 from contract.step_model import Point
 from tests.contract.test_step_model import SOME
@@ -229,3 +231,19 @@ def test_streams_that_end_before_they_decode_together_are_measured_with_longer_a
     asyncio.run(experiment.run([Trial(2, 32, 0)], 1, time.monotonic() + 60))
     assert experiment.outcomes[0].sent == 1.0
     assert [request.max_tokens for request in target.requests][::2][:2] == [41, 82]
+
+
+def test_steps_are_measured_once_the_requests_before_have_ended(monkeypatch):
+    pages = []
+    monkeypatch.setattr(step_trials.scrape, "fetch", lambda url: parse(pages.pop(0) if len(pages) > 1 else pages[0]))
+    busy, free = ('nv_trt_llm_request_metrics{request_type="active"} ' + count for count in "10")
+    server = ServerUnderTest("127.0.0.1:1", "http://127.0.0.1:2/metrics")
+    pages[:] = [busy, busy, free]
+    step_trials.check_serves(server, "small", "a" * 64)
+    monkeypatch.setattr(step_trials, "ENDING_S", 0.0)
+    pages[:] = [busy]
+    with pytest.raises(EngineFailed, match="has 1 requests; steps are measured on a replica without other clients"):
+        step_trials.check_serves(server, "small", "a" * 64)
+    pages[:] = ['trident_engine_info{manifest_sha256="b"} 1']
+    with pytest.raises(EngineFailed, match="serves another engine, or another build, than small"):
+        step_trials.check_serves(server, "small", "a" * 64)

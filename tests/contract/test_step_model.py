@@ -82,6 +82,16 @@ def test_a_gateway_on_the_machine_makes_steps_longer():
     assert CORES.behind_gateway.seconds(8, 100, 0) > CORES.seconds(8, 100, 0) > SOME.seconds(8, 100, 0)
 
 
+@given(models(), counts, counts, counts, st.floats(0.5, 2.0))
+def test_at_another_pace_all_takes_as_many_times_as_long(model, sequences, context, prefill, pace):
+    slower = model.at_pace(pace)
+    assert slower.engine_s(sequences, context, prefill) == pytest.approx(
+        pace * model.engine_s(sequences, context, prefill)
+    )
+    assert (slower.request_s, slower.spread, slower.cores) == (pace * SOME.request_s, SOME.spread, SOME.cores)
+    assert CORES.at_pace(pace).sent_s(8) == pytest.approx(pace * CORES.sent_s(8))
+
+
 def test_what_a_server_exports_makes_the_same_steps():
     for model in (SOME, CORES):
         again = StepModel.of_exported("b" * 64, model.exported)

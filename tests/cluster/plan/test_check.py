@@ -16,25 +16,28 @@ from contract.errors import InvalidArgument
 from tests.cluster.plan.scenarios import REPLICA, table
 
 
-def test_errors_are_those_of_the_forecast():
-    said, was = dict.fromkeys(FIGURES, 1.1), dict.fromkeys(FIGURES, 1.0)
+def test_errors_are_those_of_the_forecast_as_calibrated_and_at_the_speed_of_the_run():
+    said, was, at_pace = (dict.fromkeys(FIGURES, value) for value in (1.1, 1.0, 0.9))
+    none = dict.fromkeys(FIGURES, 0.0)
     text = described(
-        [Compared("2 requests/s", said, was, 0, 0.02), Compared("all", said, dict.fromkeys(FIGURES, 0.0), 3, 0)]
+        [Compared("2 requests/s", said, was, 0, 0.02, at_pace, 0.8), Compared("all", said, none, 3, 0, at_pace, 0.8)]
     )
-    assert text.endswith("steps take 1.00 times what they took when the engine was calibrated")
-    assert text.count("(+10%)") == len(FIGURES) and "3 failed" in text and "2%" in text
+    calibrated, drift, now = text.partition("steps take 0.80 times what they took when the engine was calibrated")
+    assert drift and calibrated.count("(+10%)") == now.count("(-10%)") == len(FIGURES)
+    assert "3 failed" in calibrated and "2%" in calibrated
 
 
 def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_path):
     said = [dict.fromkeys(FIGURES, value) for value in (1.1, 0.7, 1.2)]
     was = [dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 0.0)]
-    loads = [Compared("x", *one, 0, 0.02) for one in zip(said, was, strict=True)]
+    at_calibration = dict.fromkeys(FIGURES, 9.0)  # not kept: it holds the machine's drift
+    loads = [Compared("x", at_calibration, was, 0, 0.02, said) for said, was in zip(said, was, strict=True)]
     keep(tmp_path, "today", loads)
     assert _checked(tmp_path, "today") == pytest.approx(dict.fromkeys(FIGURES, -0.3))
     assert _checked(tmp_path, "later") == {} == _checked(tmp_path / "none", "today")
-    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.5)])
+    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.5, said[0])])
     assert _checked(tmp_path, "today")  # others used half of the machine: not kept
-    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.0, steps_take=1.3)])
+    keep(tmp_path, "later", [Compared("x", said[0], was[0], 0, 0.0, said[0], 1.3)])
     assert _checked(tmp_path, "today")  # the machine is slower than when the engine was calibrated
     assert "ttft_p95_s -30%" in _errors(_checked(tmp_path, "today"))
     assert "not compared" in _errors({})
@@ -42,11 +45,18 @@ def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_p
 
 def test_the_turns_of_a_load_count_by_their_mean():
     turns = [
-        Compared("2 requests/s", dict.fromkeys(FIGURES, said), dict.fromkeys(FIGURES, was), failed, others)
+        Compared(
+            "2 requests/s",
+            *(dict.fromkeys(FIGURES, x) for x in (said, was)),
+            failed,
+            others,
+            dict.fromkeys(FIGURES, 2 * said),
+        )
         for said, was, failed, others in [(1.0, 2.0, 0, 0.1), (3.0, 2.0, 1, 0.0), (2.0, 5.0, 2, 0.2)]
     ]
     mean = _mean(turns, 1.05)
     assert mean.forecast == dict.fromkeys(FIGURES, 2.0) and mean.measured == dict.fromkeys(FIGURES, 3.0)
+    assert mean.at_pace == dict.fromkeys(FIGURES, 4.0)
     assert (mean.load, mean.failed, mean.others, mean.steps_take) == ("2 requests/s", 3, pytest.approx(0.1), 1.05)
 
 
@@ -56,7 +66,8 @@ def test_errors_that_cannot_be_read_are_none_and_what_was_not_measured_has_none(
         (tmp_path / CHECKED).write_text(damaged)
         assert _checked(tmp_path, "today") == {}
     was = dict.fromkeys(FIGURES, 1.0) | {"itl_mean_s": math.nan}
-    found = [Compared("x", dict.fromkeys(FIGURES, 1.1), was, 0, 0.0)]
+    said = dict.fromkeys(FIGURES, 1.1)
+    found = [Compared("x", said, was, 0, 0.0, said)]
     keep(tmp_path, "today", found)
     assert _checked(tmp_path, "today") == pytest.approx(dict.fromkeys(set(FIGURES) - {"itl_mean_s"}, 0.1))
     assert [path.name for path in tmp_path.iterdir()] == [CHECKED] and "nan" not in described(found)
@@ -70,6 +81,8 @@ def test_requests_that_the_engine_refuses_are_not_sent(tmp_path):
         assert bool(load.means(longest, "")[2]) == (loads == 3)
         found = list(zip(range(4), _loads(load, replica, 20.0, 4, 15.0, str(tmp_path)), strict=False))
         assert len(found) == loads  # the bench itself draws the requests of the fourth, a closed loop
+        forecasts = [[one.forecast(replica) for _ in "ab"] for _, one in found]
+        assert all(first == second for first, second in forecasts)  # a forecast leaves the load as it is
         rows = arrivals.read_trace(tmp_path / "trace.jsonl").rows
         assert len(rows) > 100 and max(row.input_tokens + row.output_tokens for row in rows) <= longest
 
