@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from build.base import digest, gguf_folder, host, layout, program, wheel
+from build.base import digest, gguf_folder, hardware, layout, program, wheel
 from build.base import shape as shapes
-from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import Unreachable, fetch, local_path
+from build.base.program import Notify
 from build.package import encoder, engine_folder, side_files
 from build.recipe import choice, commands, memory, provenance, schema
 from build.recipe import recipe as recipes
@@ -38,14 +36,10 @@ from contract.manifest import hash_files, load, verify
 if TYPE_CHECKING:
     from build.quality import evaluation
 
-Notify = Callable[[str], None]
-
 EXACT = "exact"  # on the command line: weights as stored, f32 keys and values, f32 arithmetic
 DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
 DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
-CALIBRATED_PARAMETERS = (
-    700_000_000  # beyond this calibrating takes a laptop more than five minutes: a recipe asks for it
-)
+CALIBRATED_PARAMETERS = 700_000_000  # beyond, calibrating takes a laptop more than five minutes: a recipe asks for it
 # A second copy of fewer weights is small beside what a server takes; where one step is short, drafts gain little.
 DRAFTING_PARAMETERS = range(20_000_000, 500_000_001)
 _PROMPT_LOOKUP = {"mode": "prompt_lookup"}
@@ -53,35 +47,13 @@ GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3, "NoWheel": 3}  # by error; any other is 1
 # Sources that shape the files or the choice of a setting; tests/build/test_engine.py says which imports are left out.
-_BUILDER = (
-    "base/architecture.py",
-    "base/checkpoint.py",
-    "base/gguf_file.py",
-    "base/numerics.py",
-    "base/rope.py",
-    "base/shards.py",
-    "demo_model/corpus.py",
-    "model/calibration.py",
-    "model/decoder.py",
-    "model/detokenizer.py",
-    "model/exported_graph.py",
-    "model/gptq.py",
-    "model/graph.py",
-    "model/lora_adapter.py",
-    "model/lora_graph.py",
-    "model/openvino_engine.py",
-    "model/smoothquant.py",
-    "model/weights.py",
-    "package/compile_cpu.py",
-    "package/draft.py",
-    "package/draft_length.py",
-    "package/side_files.py",
-    "package/tuning.py",
-    "quality/comparison.py",
-    "quality/evaluation.py",
-    "quality/sanity.py",
-    "recipe/choice.py",
-)
+_BUILDER = """
+    base/architecture.py base/checkpoint.py base/gguf_file.py base/numerics.py base/rope.py base/shards.py
+    demo_model/corpus.py model/calibration.py model/decoder.py model/detokenizer.py model/exported_graph.py
+    model/gptq.py model/graph.py model/lora_adapter.py model/lora_graph.py model/openvino_engine.py
+    model/smoothquant.py model/weights.py package/compile_cpu.py package/draft.py package/side_files.py
+    package/tuning.py quality/comparison.py quality/evaluation.py quality/sanity.py recipe/choice.py
+""".split()
 
 
 def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None) -> Path:
@@ -96,8 +68,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
     checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision, notify=notify), any_family=True)
     folder = into / recipe.name
     engine_folder.make(into)
-    size = sum(path.stat().st_size for path in checkpoint.files())
-    if size > _LARGE_BYTES:
+    if (size := sum(path.stat().st_size for path in checkpoint.files())) > _LARGE_BYTES:
         notify(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
     if not os.access(into, os.W_OK) and _is_there(folder, recipe, checkpoint, notify):
         return folder  # a read-only checkout serves what was built into it
@@ -115,8 +86,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
 
 
 def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, notify: Notify) -> bool:
-    there = _up_to_date(folder, recipe, checkpoint)
-    if there is not None:
+    if (there := _up_to_date(folder, recipe, checkpoint)) is not None:
         how = f"{choice.words(there)}, chosen by measuring," if there.automatic else there.precision
         notify(f"{layout.relative(folder)} is up to date ({how} from {recipe.model})")
     return there is not None
@@ -132,7 +102,7 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder), any_family=True)
     shape = dataclasses.replace(shape, architecture=checkpoint.architecture)
     draft = opened_draft(recipe)
-    case = Case(recipe, shape, memory_here=host.memory_bytes(), draft=draft.architecture if draft else None)
+    case = Case(recipe, shape, memory_here=hardware.memory_bytes(), draft=draft.architecture if draft else None)
     require(recipe, judge(case))
     side_files.check(checkpoint.folder, notify)
     if draft is not None:
@@ -151,11 +121,9 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
             _try(candidate, checkpoint, draft, folder, accept, against, tried, spare=not is_last)
             break
         except BeyondBudget as error:
-            if is_last and tried:
-                problem = f"none of {len(fitting)} settings passed; the last: {error}"
-                raise BeyondBudget(problem, error.verdict) from error
             if is_last:
-                raise
+                before = f"none of {len(fitting)} settings passed; the last: " if tried else ""
+                raise BeyondBudget(f"{before}{error}", error.verdict) from error
             tried.append({"settings": settings, "refused": "; ".join(error.verdict.problems)})
             notify(f"{settings}: refused, {tried[-1]['refused']}")
     if recipe.automatic:
@@ -177,7 +145,7 @@ def _try(
 ) -> None:
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
     from build.model.openvino_engine import OpenVinoEngine
-    from build.package import compile_cpu, draft_length, tuning
+    from build.package import compile_cpu, tuning
     from build.package import draft as drafts
     from build.quality import evaluation
     from build.quality.comparison import BeyondBudget
@@ -210,7 +178,7 @@ def _try(
             others = [each.record() for each in measured if each is not setting]
             scores["tuning"] = {"chosen": setting.record(), "others": others}
         chosen = recipe.changed(kv_cache_precision=setting.properties["KV_CACHE_PRECISION"], kv_cache_measured=False)
-        if length := draft_length.measure(partial, recipe, setting.properties, checkpoint.architecture, against.notify):
+        if length := tuning.draft_length(partial, recipe, setting.properties, checkpoint.architecture, against.notify):
             scores["draft_length"] = length
         if draft is not None:
             scores["draft"] = drafts.measure(engine, draft, setting.properties, recipe, partial, against, accept)
@@ -221,7 +189,7 @@ def _try(
             provenance.manifest(recipe, checkpoint, _versions(recipe, checkpoint)),
             kv_cache_precision=chosen.kv_cache_precision,
             memory_bytes=memory.footprint(chosen, checkpoint.architecture, small).total_bytes,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=provenance.now(),
             files=hash_files(partial),
             properties=setting.properties,
             evaluation=scores,
@@ -243,15 +211,14 @@ def opened_draft(recipe: Recipe) -> Checkpoint | None:
 
 def _engine_bytes(recipe: Recipe, checkpoint: Checkpoint) -> int:
     """Of the engine's folder: weights, the graph's text, tokenizer and configuration."""
-    arch = checkpoint.architecture
-    weights = (".safetensors", gguf_folder.SUFFIX)
+    arch, weights = checkpoint.architecture, (".safetensors", gguf_folder.SUFFIX)
     beside = sum(path.stat().st_size for path in checkpoint.files() if path.suffix not in weights)
     return memory.checkpoint_bytes(recipe, arch) + GRAPH_LAYER_BYTES * (arch.num_layers + 1) + beside
 
 
 def _why(tried: list[dict[str, str]]) -> str:
-    settings = len(choice.SETTINGS)
-    return f"the fastest of {settings} settings that passes the quality gate; faster ones that did not: {len(tried)}"
+    fastest = f"the fastest of {len(choice.SETTINGS)} settings that passes the quality gate"
+    return f"{fastest}; faster ones that did not: {len(tried)}"
 
 
 def _versions(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, str]:
@@ -263,11 +230,7 @@ def _versions(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, str]:
         | ({"graph": commands.exporter()} if checkpoint.architecture.exported else {})
         | ({"calibration": texts} if texts else {})
         | ({"draft": draft.sha256()} if draft else {})
-        | {
-            "openvino": metadata.version("openvino"),
-            "openvino_genai": metadata.version("openvino-genai"),
-            "gguf": metadata.version("gguf"),
-        }
+        | {name.replace("-", "_"): metadata.version(name) for name in ("openvino", "openvino-genai", "gguf")}
     )
 
 
@@ -297,9 +260,8 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
 def recipe_for(engine: str | None, model: str | None, precision: str | None, *, download: bool = True) -> Recipe:
     """The recipe named ``engine`` (demo), or, given ``model``, one made for it; ``precision`` replaces its own.
 
-    A recipe's limits are about its own model, so another model gets limits of its own, and the fastest setting that
-    passes the quality gate (``choice.py``) unless ``precision`` names one. An engine that was made from a given model
-    has no recipe file; later calls read its recipe from the manifest.
+    Another model gets limits of its own, and the fastest setting that passes the quality gate (``choice.py``) unless
+    ``precision`` names one. An engine made from a given model has no recipe file: its manifest has its recipe.
     download: whether a hub model whose shape is not known here may be fetched to learn it.
     """
     if model is None:
@@ -314,20 +276,27 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
             raise InvalidArgument("model", f"{lost}; name its model again (MODEL=<hub id or folder>)")
         written = recipes.read(path)
         loaded = recipes.parse(written, path)
-        if precision is not None and loaded.kind != schema.CPU:
+        if precision is None:
+            return loaded
+        if loaded.kind != schema.CPU:
             raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
-        return loaded if precision is None else recipes.parse(_in_precision(written, precision, download), path)
-    name = Path(model).name.removesuffix(gguf_folder.SUFFIX)
-    name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_"))
-    given = local_path(model)
-    here = gguf_folder.of(given) if given else None
-    arch = open_checkpoint(here, any_family=True).architecture if here else _remote_architecture(model, download)
-    is_path = given is not None and not model.startswith(wheel.PREFIX)
+        return recipes.parse(_in_precision(written, precision, download), path)
+    name = _checked(engine or recipes.name_for(model))
+    here = given = local_path(model)
+    if given is None:
+        try:
+            arch = shapes.find(model, any_family=True).architecture
+        except shapes.UnknownShape:
+            if not download:
+                raise
+            here = fetch(model, notify=_notify)
+    if here is not None:
+        arch = open_checkpoint(gguf_folder.of(here), any_family=True).architecture
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
         "kind": schema.CPU,
         "description": "made by build-engine for a given model",
-        "model": str(layout.relative(given)) if given is not None and is_path else model,
+        "model": encoder.named(model, given),
         "precision": schema.AUTO,
         "max_batch_size": 64,
         "max_num_tokens": 512,
@@ -339,15 +308,6 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     if not arch.exported and arch.num_parameters() in DRAFTING_PARAMETERS:
         table["speculative_decoding"] = _PROMPT_LOOKUP
     return recipes.parse(_in_precision(table, precision, download), layout.RECIPES / f"{name}.toml")
-
-
-def _remote_architecture(model: str, download: bool) -> Architecture:
-    try:
-        return shapes.find(model, any_family=True).architecture
-    except shapes.UnknownShape:
-        if not download:
-            raise
-        return open_checkpoint(fetch(model, notify=_notify), any_family=True).architecture
 
 
 def _in_precision(table: dict[str, object], precision: str | None, download: bool) -> dict[str, object]:
@@ -387,16 +347,16 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
         kept = load(layout.ENGINES / name).recipe
     except TridentError:
         return None
-    keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
     if kept.get("kind") != schema.CPU:
         return None
-    looks_up = (kept.get("speculative_decoding") or {}).get("mode") == _PROMPT_LOOKUP["mode"]
-    drafting = {"speculative_decoding": _PROMPT_LOOKUP} if looks_up else {}
+    keys = "kind description model precision max_batch_size max_num_tokens max_seq_len kv_cache_tokens".split()
+    table = {key: kept[key] for key in keys}
+    if (kept.get("speculative_decoding") or {}).get("mode") == _PROMPT_LOOKUP["mode"]:
+        table["speculative_decoding"] = _PROMPT_LOOKUP
     if kept.get("automatic"):
-        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": schema.AUTO} | drafting
-    calibration = {"calibration": kept["calibration"]} if kept.get("calibration") else {}
-    fixed = () if kept.get("kv_cache_measured") else ("kv_cache_precision",)
-    return {key: kept[key] for key in (*keys, "kv_cache_tokens", *fixed)} | calibration | drafting
+        return table | {"precision": schema.AUTO}
+    table |= {"calibration": kept["calibration"]} if kept.get("calibration") else {}
+    return table | ({} if kept.get("kv_cache_measured") else {"kv_cache_precision": kept["kv_cache_precision"]})
 
 
 def _checked(name: str) -> str:
@@ -432,9 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="REASON",
         help="publish it beyond its quality budget, or unmeasured where rule Q4 warns; recorded",
     )
-    parser.add_argument(
-        "--otherwise", metavar="NAME", help="the engine to build if the wheel that holds the model cannot be had"
-    )
+    parser.add_argument("--otherwise", metavar="NAME", help="the engine to build if the model's wheel cannot be had")
     options = parser.parse_args(arguments)
     try:
         encoded = encoder.recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
@@ -468,10 +426,8 @@ def _or_as_it_is(
     given: Iterable[Mapping[str, object]],
     options: argparse.Namespace,
 ) -> None:
-    """Makes an engine; where its model cannot be had, the one that is there is used, if its recipe is one ``given``.
-
-    With ``--otherwise`` it is used whatever its recipe was.
-    """
+    """Makes an engine; where its model cannot be had, the one that is there is used if its recipe is one ``given``, and
+    with ``--otherwise`` whatever its recipe was."""
     try:
         make(recipe, layout.ENGINES, _notify, options.accept_quality)
     except (wheel.NoWheel, Unreachable) as error:
@@ -501,8 +457,8 @@ def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
     from build.package import plan as plans
 
     made = plans.make(recipe, shapes.find(recipe.model, recipe.kind == schema.CPU, recipe.revision))
-    given = {"--model": options.model, "--precision": options.precision}  # what no recipe file says
-    extra = [part for flag, value in given.items() if value is not None for part in (flag, value)]
+    extra = ["--model", options.model] if options.model else []  # what no recipe file says
+    extra += ["--precision", options.precision] if options.precision else []
     stages = [
         dataclasses.replace(stage, argv=(*stage.argv, *extra)) if stage.name == "compile" else stage
         for stage in made.stages

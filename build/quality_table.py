@@ -7,8 +7,6 @@ made in the engine-building environment and measured in simulated numerics. Both
 again when weights or code have changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import shutil
@@ -33,38 +31,26 @@ from contract.errors import EngineFailed
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
 CACHE = layout.ROOT / ".cache" / "quality"
 DOCUMENT = layout.ROOT / "docs" / "quality.md"
-CPU_ROWS: dict[str, tuple[str, str | None]] = {  # name: (weights, KV cache)
-    "bf16 (CPU)": ("bf16", "f32"),
-    "int8 (CPU)": ("int8", "u8"),
-    "int4 (CPU)": ("int4", "u8"),
-    "int4 to nearest (CPU)": ("int4", "u8"),
-}
-TO_NEAREST = ("int4 to nearest (CPU)",)  # without calibration
-GPU_ROWS: dict[str, tuple[str, str | None]] = {  # name: (qformat, KV cache)
-    "fp8": ("fp8", "fp8"),
-    "int8_sq": ("int8_sq", None),
-    "int4_awq": ("int4_awq", None),
-    "w4a8_awq": ("w4a8_awq", "fp8"),
-}
+TO_NEAREST = "int4 to nearest (CPU)"  # without calibration
+# name: (weights, KV cache)
+CPU_ROWS = {"bf16 (CPU)": ("bf16", "f32"), "int8 (CPU)": ("int8", "u8")}
+CPU_ROWS |= {"int4 (CPU)": ("int4", "u8"), TO_NEAREST: ("int4", "u8")}
+GPU_ROWS = {"fp8": ("fp8", "fp8"), "int8_sq": ("int8_sq", ""), "int4_awq": ("int4_awq", "")}
+GPU_ROWS |= {"w4a8_awq": ("w4a8_awq", "fp8")}
 BLOCK = 64  # columns that share a scale; a small model's rows are short
-SOURCES = (
-    "quantise/quantize.py",
-    "recipe/quantization.py",
-    "quantise/exporters.py",
-    "model/calibration.py",
-    "package/compile_cpu.py",
-    "model/graph.py",
-    "model/weights.py",
-)
+SOURCES = """
+    model/calibration.py model/graph.py model/weights.py package/compile_cpu.py quantise/exporters.py
+    quantise/quantize.py recipe/quantization.py
+""".split()
 
 
-def cpu_engine(name: str, precision: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:
+def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[LogitsSource, int]:
     """The engine and the bytes of its weights."""
     made = recipes.load(layout.RECIPES / "demo.toml").changed(
         group_size=BLOCK,
         precision=precision,
-        kv_cache_precision=str(kv),
-        calibration=recipes.CPU_CALIBRATION if precision == "int4" and name not in TO_NEAREST else None,
+        kv_cache_precision=kv,
+        calibration=recipes.CPU_CALIBRATION if precision == "int4" and name != TO_NEAREST else None,
     )
     folder = CACHE / name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
@@ -74,13 +60,13 @@ def cpu_engine(name: str, precision: str, kv: str | None, model: Checkpoint) -> 
     return OpenVinoEngine(folder, compile_cpu.properties(made), model.architecture.vocab_size), size
 
 
-def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:
+def checkpoint(name: str, qformat: str, kv: str, model: Checkpoint) -> tuple[LogitsSource, int]:
     """ModelOpt's checkpoint, made now or found unchanged, and the bytes of its weights."""
     folder = CACHE / name
     argv = ["python", "-m", "build.quantise.quantize", "--model_dir", str(layout.relative(MODEL)), "--qformat", qformat]
     argv += ["--kv_cache_dtype", kv] if kv else []
-    argv += ["--awq_block_size", str(BLOCK), "--calib_dataset", "cpython", "--calib_size", "32", "--batch_size", "8"]
-    argv += ["--calib_max_seq_length", "256", "--output_dir", str(layout.relative(folder)), "--overwrite"]
+    argv += ["--awq_block_size", str(BLOCK), "--output_dir", str(layout.relative(folder)), "--overwrite"]
+    argv += "--calib_dataset cpython --calib_size 32 --batch_size 8 --calib_max_seq_length 256".split()
     records = StageRecords(CACHE)
     key = digest.sha256_json([model.sha256(), argv, provenance.versions(SOURCES)["builder"]])
     if records.problem(name, key) is not None:

@@ -5,8 +5,6 @@
 prints the folder. Exit status 1 where the model cannot be had or read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -14,17 +12,14 @@ import os
 import sys
 from pathlib import Path
 
-from build.base import fetch, program, shards
-from build.base.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from build.base import fetch, program
+from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.numerics import f32_to_bf16
 from contract.errors import EngineFailed
 
 
 def write(opened: Checkpoint, folder: Path) -> None:
-    """Write the config, the tokenizer and ``model.safetensors``, the weights last and whole or not at all.
-
-    Raises OSError.
-    """
+    """Writes config, tokenizer and, last, whole or not at all, ``model.safetensors``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     opened.copy_side_files(folder)
     # Some programs read them here alone.
@@ -54,8 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         write(open_checkpoint(fetch.fetch(options.model)), options.into)
-    except shards.BadShard as error:
-        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise EngineFailed(f"{options.into} cannot be written: {error.strerror or error}") from error
     print(options.into)

@@ -1,7 +1,5 @@
 """What a decoder looks like: config.json in, shapes and, for the Llama family, expected tensors out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +12,6 @@ SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 # Far beyond any published model: a config.json with a zero too many must not make the reader allocate gigabytes.
 MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_WIDE = 10_000, 2**16, 2**14, 2**26
-
-
-class UnsupportedModel(ValueError):
-    """config.json describes a model this graph cannot compute exactly."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +37,10 @@ class Architecture:
     rope: rotary.Rope
     max_positions: int
     tied: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     window: int | None = None
     exported: bool = False
     parameters: int | None = None
@@ -80,25 +74,22 @@ class Architecture:
                 tensors[f"{at}.self_attn.k_norm.weight"] = (self.head_dim,)
         return tensors
 
+    @property
+    def family(self) -> str:
+        """``llama`` or ``qwen``: which of TensorRT-LLM's converters and decoders it is."""
+        return "qwen" if self.name.startswith("Qwen") else "llama"
+
     def num_parameters(self) -> int:
         return self.parameters or sum(math.prod(shape) for shape in self.expected_tensors().values())
 
 
 def from_config(config: Mapping[str, object], any_family: bool = False) -> Architecture:
-    """Raises UnsupportedModel with a sentence that names the key and what is supported.
-
-    any_family: also a decoder that optimum-intel may export; whether it does is known when it has tried.
-    """
-    try:
-        fields = Fields(config, "config.json")
-        names = fields.texts("architectures")
-        if any_family and len(names) == 1 and names[0] not in SUPPORTED and names[0].endswith(_DECODERS):
-            return _exported(names[0], fields)
-        return _read(fields)
-    except BadField as exc:
-        raise UnsupportedModel(str(exc)) from exc
-    except rotary.UnsupportedRope as exc:
-        raise UnsupportedModel(f"config.json: {exc}") from exc
+    """Raises BadField. any_family: also a decoder that optimum-intel may export, which is known when it has tried."""
+    fields = Fields(config, "config.json")
+    names = fields.texts("architectures")
+    if any_family and len(names) == 1 and names[0] not in SUPPORTED and names[0].endswith(_DECODERS):
+        return _exported(names[0], fields)
+    return _read(fields)
 
 
 def _exported(name: str, config: Fields) -> Architecture:
@@ -126,10 +117,6 @@ def _exported(name: str, config: Fields) -> Architecture:
         rope=rotary.Rope(rotary.DEFAULT_THETA, "default", {}),
         max_positions=size("max_position_embeddings", "n_positions", "max_seq_len", default=2048),
         tied=config.boolean("tie_word_embeddings", True),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         exported=True,
     )
 
@@ -154,24 +141,32 @@ def sizes(config: Fields) -> Sizes:
 
 
 def _read(config: Fields) -> Architecture:
-    name = _name(config)
+    names = config.texts("architectures")
+    if len(names) != 1 or names[0] not in SUPPORTED:
+        message = shown(", ".join(names))[1:-1] or "none"
+        raise BadField(f"config.json: architectures is {message}; supported are {', '.join(SUPPORTED)}")
+    name = names[0]
     _refuse_what_the_graph_lacks(config)
     common = sizes(config)
     hidden, heads = common["hidden_size"], common["num_heads"]
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise UnsupportedModel(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise BadField(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
-        raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+        raise BadField(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
     default = 128 if name == "Qwen3ForCausalLM" else hidden // heads
     head_dim = config.integer("head_dim", default, high=MOST_HEAD_DIM)
     if head_dim % 2:
-        raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+        raise BadField(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
     # Llama's attention_bias covers o_proj, Qwen3's too; Qwen2 has q, k, v biases always and no key for it.
     biased = config.boolean("attention_bias", False) and name in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     rope = rotary.from_config(config.values)
     rotary.inverse_frequencies(rope, head_dim)
-    positions, window = config.integer("max_position_embeddings", 2048), _window(name, config)
+    positions = config.integer("max_position_embeddings", 2048)
+    window = None if config.get("sliding_window") is None else config.integer("sliding_window")
+    # Qwen writes a window and switches it off; Mistral has no switch, only null.
+    if window is not None and not config.boolean("use_sliding_window", name == "MistralForCausalLM"):
+        window = None
     return Architecture(
         name=name,
         **common,
@@ -189,38 +184,18 @@ def _read(config: Fields) -> Architecture:
     )
 
 
-def _name(config: Fields) -> str:
-    names = config.texts("architectures")
-    if len(names) != 1 or names[0] not in SUPPORTED:
-        message = shown(", ".join(names))[1:-1] or "none"
-        raise UnsupportedModel(f"config.json: architectures is {message}; supported are {', '.join(SUPPORTED)}")
-    return names[0]
-
-
 def _refuse_quantised(config: Fields) -> None:
-    quantised = config.get("quantization_config")
-    if quantised:
+    if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         message = shown(method) if not isinstance(method, str) else shown(method)[1:-1]
-        raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantised ({message}); give the bf16, fp16 or f32 one"
-        )
+        raise BadField(f"config.json: the checkpoint is already quantised ({message}); give the bf16, fp16 or f32 one")
 
 
 def _refuse_what_the_graph_lacks(config: Fields) -> None:
     _refuse_quantised(config)
     activation = config.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")
-    unknown = set(config.texts("layer_types")) - {"full_attention", "sliding_attention"}
-    if unknown:
+        raise BadField(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")
+    if unknown := set(config.texts("layer_types")) - {"full_attention", "sliding_attention"}:
         message = shown(", ".join(sorted(unknown)))[1:-1]
-        raise UnsupportedModel(f"config.json: layer_types {message} are not supported; only full_attention is")
-
-
-def _window(name: str, config: Fields) -> int | None:
-    """The window in use, if any: Qwen writes one and switches it off; Mistral has no switch, only null."""
-    if config.get("sliding_window") is None:
-        return None
-    window = config.integer("sliding_window")
-    return window if config.boolean("use_sliding_window", name == "MistralForCausalLM") else None
+        raise BadField(f"config.json: layer_types {message} are not supported; only full_attention is")

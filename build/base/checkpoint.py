@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from build.base import architecture as architectures
 from build.base import digest, gguf_file, shards
 from build.base.architecture import Architecture
-from build.base.json_fields import BadField, read_object, shown
+from build.base.json_fields import BadField, CheckpointError, read_object, shown
 from build.base.shards import StoredTensor
-from contract.errors import InvalidArgument
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
+if TYPE_CHECKING:
+    from build.base.encoder_checkpoint import BertArchitecture
+
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.json
+    chat_template.jinja
+""".split()
 _INDEX = "model.safetensors.index.json"
 # What older exports carry along and this reader skips: the rotary frequencies are computed from the config.
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
-
-
-class CheckpointError(InvalidArgument):
-    """A checkpoint folder is incomplete, damaged, or of a kind this build does not support."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__("model", problem)
-
-
-class Shaped(Protocol):
-    """An architecture, as far as its files are checked against it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -72,8 +52,7 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """What an engine is made from: config, tokenizer and the weight files that are read."""
         names = ("config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES)
-        weights = {tensor.path for tensor in self.tensors.values()}
-        return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
+        return files_of(self.folder, names, self.tensors)
 
     def copy_side_files(self, folder: Path) -> None:
         """What serving needs beside the weights: config.json, the tokenizer's files as they are, and a
@@ -92,19 +71,22 @@ class Checkpoint:
         return digest.sha256_json({path.name: digest.sha256_file(path) for path in self.files()})
 
 
-def open_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
-    """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key.
+def files_of(folder: Path, names: Iterable[str], tensors: Mapping[str, StoredTensor]) -> list[Path]:
+    """Those of ``names`` that are there, and the files of ``tensors``."""
+    weights = {tensor.path for tensor in tensors.values()}
+    return sorted({path for name in names if (path := folder / name).is_file()} | weights)
 
-    any_family: also what only optimum-intel can make a graph of.
-    """
+
+def open_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Reads headers and JSON only. any_family: also what only optimum-intel can export. Raises CheckpointError."""
     config = read_json(folder, "config.json")
     try:
         arch = architectures.from_config(config, any_family)
-    except architectures.UnsupportedModel as exc:
+    except BadField as exc:
         raise CheckpointError(f"{folder}: {exc}") from exc
     try:
         tensors = _stored(folder, lambda name: name) if arch.exported else read_tensors(folder, arch)
-    except shards.BadShard as exc:
+    except BadField as exc:
         raise CheckpointError(str(exc)) from exc  # names the file, and so the folder
     if arch.exported:
         arch = replace(arch, parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()))
@@ -133,13 +115,10 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
 
 
 def read_tensors(
-    folder: Path, arch: Shaped, named: Callable[[str], str | None] = lambda name: name
+    folder: Path, arch: Architecture | BertArchitecture, named: Callable[[str], str | None] = lambda name: name
 ) -> dict[str, StoredTensor]:
-    """Exactly ``arch.expected_tensors()``, found in the folder's safetensors files.
-
-    named: the name that ``arch`` gives a stored tensor, None for one to leave out.
-    Raises CheckpointError, BadShard.
-    """
+    """``arch.expected_tensors()`` in the folder's weight files. named: what ``arch`` calls a stored tensor, None for
+    one to leave out. Raises CheckpointError, BadField."""
     stored = _stored(folder, named)
     expected = arch.expected_tensors()
     for name, shape in expected.items():
@@ -152,20 +131,18 @@ def read_tensors(
             allowed = ", ".join(shards.DTYPES)
             raise CheckpointError(f"{tensor.path}: {name} must be stored as one of {allowed}, got {tensor.dtype}")
     # A tensor that the graph does not read means that the graph would compute another model.
-    tied_copy = {"lm_head.weight"} if arch.tied else set()
-    extra = [n for n in stored if n not in expected and n not in tied_copy and not n.endswith(_IGNORED_ENDINGS)]
-    if extra:
+    known = expected.keys() | ({"lm_head.weight"} if arch.tied else set())
+    if extra := [n for n in stored if n not in known and not n.endswith(_IGNORED_ENDINGS)]:
         raise CheckpointError(f"{stored[extra[0]].path}: {extra[0]} has no place in {arch.name} as config.json has it")
     return {name: stored[name] for name in expected}
 
 
 def _stored(folder: Path, named: Callable[[str], str | None]) -> dict[str, StoredTensor]:
     """Every tensor of the weight files by its name, once."""
+    if (folder / gguf_file.INDEX).is_file():
+        return gguf_file.read_index(folder)
     stored: dict[str, StoredTensor] = {}
-    in_a_gguf = (folder / gguf_file.INDEX).is_file()
-    if in_a_gguf:
-        stored = gguf_file.read_index(folder)
-    for path in () if in_a_gguf else _weight_files(folder):
+    for path in _weight_files(folder):
         tensors = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
         if twice := sorted(stored.keys() & tensors.keys()):
             where = f"{stored[twice[0]].path.name} and in {path.name}"
@@ -185,7 +162,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder / _INDEX} has no weight_map of tensor names to file names")
         paths = [folder / name for name in sorted(set(names.values()))]
         for path in paths:
-            if path.parent != folder or not _is_file(path):
+            if path.parent != folder or not os.path.isfile(path):  # unlike Path's own False for what no name can be
                 raise CheckpointError(f"{folder}: {shown(path.name)[1:-1]} is missing; {_INDEX} names it")
         return paths
     there = (p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
@@ -197,21 +174,14 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no model.safetensors and no {_INDEX}")
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False  # a name that no file can have
-
-
-def check_tokenizer(folder: Path, arch: Shaped) -> dict[str, object]:
+def check_tokenizer(folder: Path, arch: Architecture | BertArchitecture) -> dict[str, object]:
     """The content of tokenizer.json. Raises CheckpointError where its vocabulary is not the model's."""
-    if not (folder / "tokenizer.json").is_file():
+    path = folder / "tokenizer.json"
+    if not path.is_file():
         slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
         remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
         raise CheckpointError(f"{folder} has no tokenizer.json{slow}; {remedy}")
-    path = folder / "tokenizer.json"
-    tokenizer = read_json(folder, "tokenizer.json")
+    tokenizer = read_json(folder, path.name)
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(f"{path}: model must be an object with type and vocab, got {shown(model)}")

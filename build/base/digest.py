@@ -1,7 +1,5 @@
 """SHA-256 of files and of JSON values; large files are hashed once and remembered until they are touched."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -31,7 +29,8 @@ def sha256_file(path: Path, cache: Path = CACHE) -> str:
     digest = _hash(path)
     # Read again: another build may have added to it while this one hashed.
     others = {k: v for k, v in _load(cache).items() if not k.startswith(place)}
-    _save(cache, others | {key: digest})
+    with contextlib.suppress(OSError):  # a full or read-only disk: it is hashed again the next time
+        layout.write_whole(cache, json.dumps(others | {key: digest}, indent=0))
     return digest
 
 
@@ -41,8 +40,3 @@ def _load(cache: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}  # absent or damaged: hashing again is the safe answer
     return known if isinstance(known, dict) else {}
-
-
-def _save(cache: Path, known: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # a full or read-only disk: it is hashed again the next time
-        layout.write_whole(cache, json.dumps(known, indent=0))

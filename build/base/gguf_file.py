@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from build.base.json_fields import Fields, read_object
+from build.base.json_fields import CheckpointError, Fields, line_of, read_object
 from build.base.numerics import f32_to_bf16
 from build.base.shards import StoredTensor
-from contract.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -43,19 +42,10 @@ _LAYER = {
 }
 
 
-class GgufError(InvalidArgument):
-    """A GGUF file is damaged, or holds what this build does not support."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__("model", problem)
-
-
 @dataclass(frozen=True)
 class Gguf:
-    """An opened file. metadata: keys as they stand in it. tensors: by their Hugging Face names.
-
-    rope_freqs: f32[head_dim / 2], by which the rotary frequencies are divided, or None.
-    """
+    """metadata: keys as they stand in the file. tensors: by their Hugging Face names. rope_freqs: f32[head_dim / 2], by
+    which the rotary frequencies are divided, or None."""
 
     path: Path
     metadata: Fields
@@ -85,12 +75,12 @@ class GgufTensor(StoredTensor):
         return from_pairs(values, self.heads) if self.heads else values
 
     def require_readable(self) -> None:
-        """Raises GgufError for a type that the library cannot dequantise."""
+        """Raises CheckpointError for a type that the library cannot dequantise."""
         try:
             self._rows(1)
         except (NotImplementedError, ValueError, KeyError) as exc:
-            problem = f"{self.name} is stored as {self.kind}, which cannot be dequantised: {_line(exc)}"
-            raise GgufError(f"{self.path}: {problem}") from exc
+            problem = f"{self.name} is stored as {self.kind}, which cannot be dequantised: {line_of(exc)}"
+            raise CheckpointError(f"{self.path}: {problem}") from exc
 
     def _rows(self, count: int) -> np.ndarray:
         """f32[count, columns]: the first rows."""
@@ -109,7 +99,7 @@ def from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Reads metadata and the places of the tensors. Raises GgufError, one sentence naming file, key or tensor."""
+    """Reads metadata and the places of the tensors. Raises CheckpointError, one sentence naming file, key or tensor."""
     from gguf import GGUFReader
 
     try:
@@ -118,7 +108,7 @@ def open_gguf(path: Path) -> Gguf:
         reader = GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as exc:  # the library checks little: a damaged file gives any of Python's errors
-        raise GgufError(f"{path} is truncated, damaged or no GGUF file: {_line(exc)}") from exc
+        raise CheckpointError(f"{path} is truncated, damaged or no GGUF file: {line_of(exc)}") from exc
     metadata = Fields(values, str(path))
     architecture = metadata.text("general.architecture") or "none"
     heads = {}
@@ -147,12 +137,12 @@ def _tensor(path: Path, tensor: ReaderTensor, heads: Mapping[str, int]) -> GgufT
         at = f"model.layers.{layer}."
     name = (_LAYER if at else _GLOBAL).get(part)
     if name is None or ending not in ("weight", "bias"):
-        raise GgufError(f"{path}: tensor {tensor.name} has no place in a dense Llama or Qwen model")
+        raise CheckpointError(f"{path}: tensor {tensor.name} has no place in a dense Llama or Qwen model")
     shape = tuple(int(n) for n in reversed(tensor.shape))  # columns come first in the file
     kind = tensor.tensor_type.name
     turned = heads.get(part, 0)
     if turned and shape[0] % (2 * turned):
-        raise GgufError(f"{path}: tensor {tensor.name} has {shape[0]} rows, which {turned} heads cannot share in pairs")
+        raise CheckpointError(f"{path}: tensor {tensor.name} has {shape[0]} rows, which {turned} heads cannot share")
     dtype = kind if kind in ("BF16", "F16") else "F32"
     offset, size = int(tensor.data_offset), int(tensor.n_bytes)
     return GgufTensor(path, f"{at}{name}.{ending}", dtype, shape, offset, kind, size, turned)
@@ -175,7 +165,3 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     assert isinstance(entries, list)
     tensors = [GgufTensor(path=path, **{**entry, "shape": tuple(entry["shape"])}) for entry in entries]
     return {tensor.name: tensor for tensor in tensors}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

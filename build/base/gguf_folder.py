@@ -4,11 +4,7 @@ The folder lies under ``.cache/models/gguf`` and is named by the file's content 
 written once and never outdated.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -16,24 +12,18 @@ import numpy as np
 
 from build.base import digest, layout
 from build.base import rope as rotary
-from build.base.gguf_file import Gguf, GgufError, open_gguf, write_index
-from build.base.json_fields import BadField, Fields, shown
+from build.base.gguf_file import Gguf, open_gguf, write_index
+from build.base.json_fields import BadField, CheckpointError, Fields, shown
 
 SUFFIX = ".gguf"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # What the published Llama 3 models have beside the factor; the file keeps only what comes of it.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Keys below the architecture's name that change what is computed and that no such model has.
-_REFUSED = (
-    "attention.clamp_kqv",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "embedding_scale",
-    "expert_count",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-)
+_REFUSED = """
+    attention.clamp_kqv attention.scale attn_logit_softcapping embedding_scale expert_count final_logit_softcapping
+    logit_scale residual_scale
+""".split()
 # Control tokens that end an answer, whether the metadata names them or not; llama.cpp knows them by these texts too.
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 _SOURCES = ("gguf_file.py", "gguf_folder.py", "gguf_tokenizer.py")
@@ -48,26 +38,20 @@ def of(path: Path) -> Path:
 
 
 def unpacked(path: Path) -> Path:
-    """The checkpoint folder of a GGUF file. Raises GgufError with one sentence."""
+    """The checkpoint folder of a GGUF file. Raises CheckpointError with one sentence."""
     path = path.resolve()
     try:
         name = f"{path.name.removesuffix(SUFFIX)[:80]}-{digest.sha256_file(path)[:16]}-{_code()}"
     except OSError as exc:
-        raise GgufError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     folder = layout.FETCHED / "gguf" / digest.sha256_json(str(path))[:12] / name
     if folder.is_dir():
         return folder
-    partial = folder.with_name(f".{name}.partial-{os.getpid()}")
     try:
-        opened = open_gguf(path)
-        partial.mkdir(parents=True, exist_ok=True)
-        _write(opened, partial)
-        if not folder.is_dir():  # another build may have been faster
-            os.replace(partial, folder)
+        with layout.made_once(folder) as partial:
+            _write(open_gguf(path), partial)
     except BadField as exc:
-        raise GgufError(str(exc)) from exc
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(str(exc)) from exc
     return folder
 
 
@@ -113,23 +97,23 @@ def _config(opened: Gguf) -> dict[str, object]:
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
-        raise GgufError(f"{opened.path}: general.architecture must be one of {allowed}, got {shown(name)}")
+        raise BadField(f"{opened.path}: general.architecture must be one of {allowed}, got {shown(name)}")
     if metadata.integer("split.count", 1, low=0) > 1:
-        raise GgufError(f"{opened.path} is one of several parts; join them first (llama-gguf-split --merge)")
+        raise BadField(f"{opened.path} is one of several parts; join them first (llama-gguf-split --merge)")
     own = Fields({k.removeprefix(f"{name}."): v for k, v in metadata.values.items()}, f"{opened.path}: {name}")
     for key in _REFUSED:
         if own.get(key):
-            raise GgufError(f"{opened.path}: {name}.{key} is {shown(own.get(key))}; such models are not supported")
+            raise BadField(f"{opened.path}: {name}.{key} is {shown(own.get(key))}; such models are not supported")
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise GgufError(f"{opened.path}: the weights lack token_embd.weight [vocabulary, hidden]")
+        raise BadField(f"{opened.path}: the weights lack token_embd.weight [vocabulary, hidden]")
     hidden, heads = own.integer("embedding_length"), own.integer("attention.head_count")
     if own.get("attention.key_length") is None and hidden % heads:
-        raise GgufError(f"{opened.path}: {name}.embedding_length {hidden} is not a multiple of {heads} heads")
+        raise BadField(f"{opened.path}: {name}.embedding_length {hidden} is not a multiple of {heads} heads")
     head_dim = own.integer("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.integer(key, head_dim) != head_dim:
-            raise GgufError(f"{opened.path}: {name}.{key} is {own.integer(key)}; supported is {head_dim}, the head's")
+            raise BadField(f"{opened.path}: {name}.{key} is {own.integer(key)}; supported is {head_dim}, the head's")
     theta = own.number("rope.freq_base", rotary.DEFAULT_THETA)
     kinds = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) == 2}
     dtype = {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
@@ -164,7 +148,7 @@ def _rope_scaling(opened: Gguf, own: Fields, plain: rotary.Rope, head_dim: int) 
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
     if kind not in ("linear", "yarn"):
-        raise GgufError(f"{own.where}.rope.scaling.type must be none, linear or yarn, got {shown(kind)}")
+        raise BadField(f"{own.where}.rope.scaling.type must be none, linear or yarn, got {shown(kind)}")
     block: dict[str, object] = {"rope_type": kind, "factor": factor}
     if own.get("rope.scaling.original_context_length") is not None:
         block["original_max_position_embeddings"] = own.integer("rope.scaling.original_context_length")
@@ -178,7 +162,7 @@ def _llama3(opened: Gguf, own: Fields, plain: rotary.Rope, head_dim: int) -> dic
     given = opened.rope_freqs
     base, _ = rotary.inverse_frequencies(plain, head_dim)
     if given is None or given.shape != base.shape or not np.isfinite(given).all() or not given.min() > 0:
-        raise GgufError(f"{opened.path}: rope_freqs.weight must hold {len(base)} positive numbers")
+        raise BadField(f"{opened.path}: rope_freqs.weight must hold {len(base)} positive numbers")
     if np.allclose(given, 1.0):
         return None
     originals = (own.get("rope.scaling.original_context_length"), LLAMA3_ROPE["original_max_position_embeddings"])
@@ -188,4 +172,4 @@ def _llama3(opened: Gguf, own: Fields, plain: rotary.Rope, head_dim: int) -> dic
             scaled, _ = rotary.inverse_frequencies(rotary.Rope(plain.theta, "llama3", block), head_dim)
             if np.allclose(base / scaled, given, rtol=1e-3):
                 return {"rope_type": "llama3"} | block
-    raise GgufError(f"{opened.path}: rope_freqs.weight is not Llama 3's scaling of the frequencies; no other is known")
+    raise BadField(f"{opened.path}: rope_freqs.weight is not Llama 3's scaling of the frequencies; no other is known")

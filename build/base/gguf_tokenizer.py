@@ -4,16 +4,13 @@ A GGUF keeps vocabulary, merges and only the *name* of the pre-tokenizer of a by
 of a SentencePiece BPE. The rest is written here by name as the models' own tokenizer.json files have it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from build.base.gguf_file import GgufError
-from build.base.json_fields import Fields, shown
+from build.base.json_fields import BadField, Fields, shown
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"
@@ -58,20 +55,19 @@ SPLITTINGS = {
 
 
 def tokenizer(metadata: Fields) -> Tokenizer:
-    """Raises GgufError for a kind or a pre-tokenizer that is not known here, naming it, and BadField."""
+    """Raises BadField, which names the kind or the pre-tokenizer that is not known here."""
     kind = metadata.text("tokenizer.ggml.model")
     tokens = metadata.texts("tokenizer.ggml.tokens")
     if not tokens:
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.tokens is missing; the file has no tokenizer")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.tokens is missing; the file has no tokenizer")
     if len(set(tokens)) < len(tokens):
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.tokens holds a token twice; it is unknown which id is meant")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.tokens holds a token twice; it is unknown which id is meant")
     if kind == "gpt2":
         made, bos = _byte_level(metadata, tokens)
     elif kind == "llama":
         made, bos = _sentence_piece(metadata, tokens)
     else:
-        allowed = "gpt2 (byte-level BPE) or llama (SentencePiece BPE)"
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.model must be {allowed}, got {shown(kind)}")
+        raise metadata.bad("tokenizer.ggml.model", "gpt2 (byte-level BPE) or llama (SentencePiece BPE)")
     types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
     special = [token for token, given in zip(tokens, types, strict=True) if given == CONTROL]
     added = [token for token, given in zip(tokens, types, strict=True) if given == USER_DEFINED]
@@ -93,7 +89,7 @@ def _byte_level(metadata: Fields, tokens: Sequence[str]) -> tuple[Tokenizer, boo
     name = metadata.text("tokenizer.ggml.pre") or "default"
     if name not in SPLITTINGS:
         known = ", ".join(SPLITTINGS)
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.pre must be one of {known}, got {shown(name)}")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.pre must be one of {known}, got {shown(name)}")
     splitting = SPLITTINGS[name]
     merges = [_pair(metadata, merge) for merge in metadata.texts("tokenizer.ggml.merges")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -112,15 +108,13 @@ def _byte_level(metadata: Fields, tokens: Sequence[str]) -> tuple[Tokenizer, boo
 
 
 def _sentence_piece(metadata: Fields, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
-    """SentencePiece merges the neighbours whose joint piece has the best score: a BPE whose merges are in that order.
-
-    A merge's rank is its piece's score; of several ways to make a piece, the one whose parts come first.
-    """
+    """SentencePiece merges the neighbours whose joint piece has the best score: a BPE whose merges are in that order,
+    of several ways to make a piece the one whose parts come first."""
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(tokens))
     if not scores:
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.scores is missing; a SentencePiece vocabulary needs it")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.scores is missing; a SentencePiece vocabulary needs it")
     if any(math.isnan(score) for score in scores):
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.scores holds what is not a number")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.scores holds what is not a number")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, score in zip(tokens, scores, strict=True):
@@ -147,13 +141,13 @@ def _bpe(metadata: Fields, vocabulary: dict[str, int], merges: list[tuple[str, s
     try:
         return models.BPE(vocabulary, merges, **options)
     except Exception as exc:  # the library raises nothing narrower
-        raise GgufError(f"{metadata.where}: vocabulary and merges do not fit each other: {exc}") from exc
+        raise BadField(f"{metadata.where}: vocabulary and merges do not fit each other: {exc}") from exc
 
 
 def _pair(metadata: Fields, merge: str) -> tuple[str, str]:
     left, _, right = merge[1:].partition(" ")  # the first character is part of the left piece whatever it is
     if not right:
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.merges: must hold two pieces each, got {shown(merge)}")
+        raise BadField(f"{metadata.where}: tokenizer.ggml.merges: must hold two pieces each, got {shown(merge)}")
     return merge[0] + left, right
 
 
@@ -163,7 +157,7 @@ def _numbers(metadata: Fields, key: str, length: int) -> list[float]:
     if values is None:
         return []
     if not isinstance(values, list) or len(values) != length or not all(isinstance(n, (int, float)) for n in values):
-        raise GgufError(f"{metadata.where}: {key} must hold a number for each of {length} tokens, got {shown(values)}")
+        raise metadata.bad(key, f"a number for each of {length} tokens")
     return values
 
 

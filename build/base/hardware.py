@@ -1,26 +1,17 @@
-"""The cards an engine can be built for, what their compute capability supports, and which of them are here.
+"""The cards an engine can be built for, what their compute capability supports, and what this machine has.
 
 ``SUPPORT`` joins two sources: the TensorRT-LLM support matrix (numerical formats by GPU family) and what the engine
 builder refuses (rule R4). A format missing from a row is refused on that row.
 """
-
-from __future__ import annotations
 
 import csv
 import io
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
-GENERATIONS = {
-    80: "Ampere",
-    86: "Ampere",
-    89: "Ada",
-    90: "Hopper",
-    100: "Blackwell",
-    103: "Blackwell",
-    120: "Blackwell",
-}
+GENERATIONS = {80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"} | dict.fromkeys((100, 103, 120), "Blackwell")
 SMS = tuple(GENERATIONS)
 
 
@@ -38,6 +29,7 @@ class Gpu:
         return GENERATIONS[self.sm]
 
 
+_CGROUP_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 # The first card of a compute capability is its reference card: it stands in when a recipe gives only `sm`.
 CARDS: dict[str, Gpu] = {
     gpu.name: gpu
@@ -63,40 +55,26 @@ CARDS: dict[str, Gpu] = {
         Gpu("rtx-5090", 120, 31.8, 210),
     )
 }
-ALIASES = {
-    "a100": "a100-80gb",
-    "gh200-480gb": "gh200",
-    "h100-80gb": "h100",
-    "rtx4090": "rtx-4090",
-}
+ALIASES = {"a100": "a100-80gb", "gh200-480gb": "gh200", "h100-80gb": "h100", "rtx4090": "rtx-4090"}
 
+_AMPERE = frozenset({"bf16", "int4_awq", "int8_sq", "int8_wo", "int4_wo"})
 SUPPORT: dict[int, frozenset[str]] = {
-    80: frozenset({"bf16", "int4_awq", "int8_sq", "int8_wo", "int4_wo"}),
-    86: frozenset({"bf16", "int4_awq", "int8_sq", "int8_wo", "int4_wo"}),
-    89: frozenset({"bf16", "fp8", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo"}),
-    90: frozenset({"bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo"}),
-    100: frozenset({"bf16", "fp8", "nvfp4"}),
-    103: frozenset({"bf16", "fp8", "nvfp4"}),
-    120: frozenset({"bf16", "fp8", "nvfp4"}),
+    80: _AMPERE,
+    86: _AMPERE,
+    89: _AMPERE | {"fp8", "w4a8_awq"},
+    90: _AMPERE | {"fp8", "fp8_pc_pt", "w4a8_awq"},
+    **dict.fromkeys((100, 103, 120), frozenset({"bf16", "fp8", "nvfp4"})),
 }
 # An FP8 KV cache is storage: attention converts what it reads. NVIDIA's hardware matrix for quantization
 # (TensorRT-LLM 1.2 documentation, features/quantization) lists "FP8 KV Cache" for Ampere, which has no FP8 weights, and
 # builder.py keeps it below SM 89 while it switches off paged context attention (R3). The older reference/support-matrix
 # page names no FP8 for Ampere; it lists precisions of computation.
-KV_SUPPORT: dict[int, frozenset[str]] = {
-    sm: frozenset({"auto", "fp8", "int8"} if sm < 100 else {"auto", "fp8"}) for sm in SMS
-}
-
-
+KV_SUPPORT = {sm: {"auto", "fp8", "int8"} if sm < 100 else {"auto", "fp8"} for sm in SMS}
 # What a card is best served with, best first: (weights, KV cache).
 OFFERED: dict[int, tuple[tuple[str, str], ...]] = {
-    80: (("int4_awq", "auto"),),
-    86: (("int4_awq", "auto"),),
-    89: (("fp8", "fp8"), ("int4_awq", "auto"), ("w4a8_awq", "fp8")),
-    90: (("fp8", "fp8"), ("int4_awq", "auto"), ("w4a8_awq", "fp8")),
-    100: (("fp8", "fp8"), ("nvfp4", "fp8")),
-    103: (("fp8", "fp8"), ("nvfp4", "fp8")),
-    120: (("fp8", "fp8"), ("nvfp4", "fp8")),
+    **dict.fromkeys((80, 86), (("int4_awq", "auto"),)),
+    **dict.fromkeys((89, 90), (("fp8", "fp8"), ("int4_awq", "auto"), ("w4a8_awq", "fp8"))),
+    **dict.fromkeys((100, 103, 120), (("fp8", "fp8"), ("nvfp4", "fp8"))),
 }
 
 
@@ -127,25 +105,30 @@ def supporting(precision: str) -> tuple[int, ...]:
     return tuple(sm for sm in SMS if precision in SUPPORT[sm])
 
 
-@dataclass(frozen=True)
-class PresentGpu:
-    """A card of this machine, as its driver describes it."""
-
-    name: str
-    sm: int
-    memory_gib: float
-    driver: str
-
-
-def present() -> list[PresentGpu]:
-    """The NVIDIA cards of this machine, by ``nvidia-smi``; an empty list where there are none."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
+def present() -> list[tuple[str, int]]:
+    """Name and SM of the NVIDIA cards of this machine, by ``nvidia-smi``; an empty list where there are none."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     try:
         table = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []  # no such tool, or the tool is there and the driver is not: no usable card
-    cards = []
-    for row in csv.reader(io.StringIO(table), skipinitialspace=True):
-        if len(row) == 4 and re.fullmatch(r"\d+\.\d", row[1]) and row[2].isdigit():
-            cards.append(PresentGpu(row[0], int(row[1].replace(".", "")), int(row[2]) / 1024, row[3]))
-    return cards
+    rows = csv.reader(io.StringIO(table), skipinitialspace=True)
+    known = (row for row in rows if len(row) == 2 and re.fullmatch(r"\d+\.\d", row[1]))
+    return [(name, int(capability.replace(".", ""))) for name, capability in known]
+
+
+def memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory of the machine, or of the container where that is less; None where the kernel does not say."""
+    limits = []
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                limits.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux: nothing is known
+    for name in _CGROUP_LIMITS:
+        try:
+            limits.append(int((root / name).read_text()))
+        except (OSError, ValueError):
+            continue  # no such limit, or "max"
+    return min(limits, default=None)

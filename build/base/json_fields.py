@@ -8,12 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.errors import InvalidArgument
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
 class BadField(ValueError):
-    """A file cannot be read, or a field of it holds what it may not; the message names both."""
+    """A file of a model cannot be read, or a field of it holds what it may not; the message names both."""
+
+
+class CheckpointError(InvalidArgument):
+    """A checkpoint folder or GGUF file is incomplete, damaged, or of a kind this build does not support."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("model", problem)
 
 
 def shown(value: object) -> str:
@@ -22,6 +31,11 @@ def shown(value: object) -> str:
         return _SHORT.repr(value)
     except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
         return f"a value of type {type(value).__name__} too large to print"
+
+
+def line_of(error: Exception) -> str:
+    """A library's message on one line, shortened."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_object(path: Path) -> dict[str, object]:
@@ -41,10 +55,7 @@ def read_object(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Fields:
-    """One JSON object. ``where`` names it in messages. null counts as absent, as transformers has it.
-
-    Every reader raises BadField where the value is of another type or out of range.
-    """
+    """One JSON object, which ``where`` names in messages; null counts as absent. Every reader raises BadField."""
 
     values: Mapping[str, object]
     where: str

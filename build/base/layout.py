@@ -1,8 +1,9 @@
 """Where a build finds and leaves its files."""
 
-from __future__ import annotations
-
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,19 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+@contextmanager
+def made_once(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes ``folder`` if the block ends well, unless another process was faster."""
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        if not folder.is_dir():
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def relative(path: Path) -> Path:

@@ -4,8 +4,6 @@ Weights are read from their stored bits; activations are rounded as the engine's
 to even, saturating), so that an engine's numerics can be computed where no such kernel exists.
 """
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -4,8 +4,6 @@ The tables say which flags exist, what type their value has and which values are
 says where they come from. The recipe's ``[build]``, ``[quantize]`` and ``[convert]`` tables are checked against them.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math
@@ -16,10 +14,6 @@ from build.base.json_fields import shown
 from build.base.layout import OPTION_TABLES
 
 MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
-
-
-def _is_text(value: str) -> bool:
-    return bool(value.strip()) and value.isprintable()
 
 
 def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:
@@ -45,8 +39,9 @@ class Option:
     def problem(self, value: object) -> str | None:
         """Why the program would reject ``value``, or None if it would not."""
         if self.type == "flag":
-            wrong = f"must be true or false, because {self.flag} is a switch, got {shown(value)}"
-            return None if isinstance(value, bool) else wrong
+            if isinstance(value, bool):
+                return None
+            return f"must be true or false, because {self.flag} is a switch, got {shown(value)}"
         if isinstance(value, bool):
             hint = f"one of {', '.join(self.choices)}" if self.choices else f"a value of type {self.type}"
             return f"must be {hint}, because {self.flag} takes a value, got {shown(value)}"
@@ -65,7 +60,8 @@ class Option:
             return f"must be an integer from 0 to {MOST}, got {shown(value)}"
         if self.type == "float" and isinstance(value, int | float) and not math.isfinite(value):
             return f"must be a finite number, got {shown(value)}"
-        if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
+        is_line = isinstance(value, str) and bool(value.strip()) and value.isprintable()
+        if self.type == "str" and not self.choices and not is_line:
             return f"must be a non-empty string on one line, got {shown(value)}"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:

@@ -1,14 +1,12 @@
 """How every program of this folder ends: what stops it from outside is one line, not a stack."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable
 
 from contract.errors import TridentError
 
-INTERRUPTED = 128 + signal.SIGINT
+Notify = Callable[[str], None]  # takes a line on how far a program has come
 
 
 def run(main: Callable[[], int], name: str) -> int:
@@ -17,7 +15,7 @@ def run(main: Callable[[], int], name: str) -> int:
         return main()
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 128 + signal.SIGINT
     except TridentError as exc:
         print(f"{name}: {exc}", file=sys.stderr)
     except OSError as exc:  # a full or read-only disk, a file without permission

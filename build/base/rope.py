@@ -4,24 +4,18 @@
 default (RoFormer), linear (position interpolation), llama3 (Llama 3.1, by wavelength) and yarn.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from build.base.json_fields import Fields, shown
+from build.base.json_fields import BadField, Fields, shown
 
 DEFAULT_THETA = 10_000.0
 LEAST, MOST = 1e-6, 1e15  # of every number of a scaling block: beyond, frequencies are zero or infinite
 _NOT_SCALING = ("rope_type", "type", "partial_rotary_factor", "rope_theta")
 SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class UnsupportedRope(ValueError):
-    """The config asks for a rotary embedding this graph does not have, or leaves out a number it needs."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +30,9 @@ class Rope:
         value = self.scaling.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             problem = f"rope type {self.kind!r} needs a positive number {key!r}; config.json has {shown(value)}"
-            raise UnsupportedRope(problem)
+            raise BadField(f"config.json: {problem}")
         if not LEAST <= value <= MOST:
-            raise UnsupportedRope(f"rope {key!r} must be {LEAST:g} to {MOST:g}, got {shown(value)}")
+            raise BadField(f"config.json: rope {key!r} must be {LEAST:g} to {MOST:g}, got {shown(value)}")
         return float(value)
 
     def option(self, key: str, default: float) -> float:
@@ -46,20 +40,17 @@ class Rope:
 
 
 def from_config(config: Mapping[str, object]) -> Rope:
-    """Reads both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5).
-
-    Raises UnsupportedRope, or BadField for a value of the wrong type.
-    """
+    """Reads ``rope_theta`` + ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5). Raises BadField."""
     top = Fields(config, "config.json")
     fields = top.table("rope_parameters" if top.get("rope_parameters") else "rope_scaling")
     kind = fields.text("rope_type") or fields.text("type") or "default"
     if kind not in SUPPORTED_TYPES:
         supported = ", ".join(SUPPORTED_TYPES)
-        raise UnsupportedRope(f"rope type {shown(kind)} is not supported; supported are {supported}")
+        raise BadField(f"config.json: rope type {shown(kind)} is not supported; supported are {supported}")
     for partial in (fields.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
-        if partial is not None and partial != 1:
+        if partial not in (None, 1):
             problem = f"partial_rotary_factor {shown(partial)} is not supported; only 1.0 (the whole head) is"
-            raise UnsupportedRope(problem)
+            raise BadField(f"config.json: {problem}")
     source = fields if fields.get("rope_theta") is not None else top
     theta = source.number("rope_theta", DEFAULT_THETA, above=1.0, high=MOST)
     block = {key: value for key, value in fields.values.items() if key not in _NOT_SCALING}
@@ -85,7 +76,8 @@ def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
     factor, low, high = rope.need("factor"), rope.need("low_freq_factor"), rope.need("high_freq_factor")
     turns = rope.need("original_max_position_embeddings") * base / (2 * math.pi)
     if high <= low:
-        raise UnsupportedRope(f"rope type 'llama3' needs high_freq_factor > low_freq_factor; got {high} and {low}")
+        problem = f"rope type 'llama3' needs high_freq_factor > low_freq_factor; got {high} and {low}"
+        raise BadField(f"config.json: {problem}")
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return keep * base + (1 - keep) * base / factor
 

@@ -4,8 +4,6 @@ The table (``build/trtllm/model_shapes.json``) holds the keys of the published c
 ``tests/build/base/test_shape.py`` holds it to the published parameter counts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,21 +26,14 @@ class UnknownShape(InvalidArgument):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's architecture. source: where it was read. source_dtype: the checkpoint's own, or None.
-
-    positions: the longest sequence the model was made for, with its rope scaling.
-    """
+    """source: where it was read. source_dtype: the checkpoint's own, or None. positions: the longest sequence the model
+    was made for, with its rope scaling."""
 
     model: str
     architecture: architecture.Architecture
     source: str
     source_dtype: str | None
     positions: int
-
-    @property
-    def family(self) -> str:
-        """``llama`` or ``qwen``: which convert_checkpoint.py reads it."""
-        return "qwen" if self.architecture.name.startswith("Qwen") else "llama"
 
 
 def is_hub_id(model: str) -> bool:
@@ -67,27 +58,27 @@ def local_folder(model: str) -> Path | None:
 
 
 def find(model: str, any_family: bool = False, revision: str | None = None) -> Shape:
-    """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it is unknown."""
+    """The shape of a hub id or a local folder. Raises UnknownShape."""
     folder = local_folder(model)
     folders = [folder] if folder is not None else _hub_folders(model, revision) if HUB_ID.fullmatch(model) else []
     for candidate in folders:
-        if (candidate / "config.json").is_file():
-            return _read(model, candidate / "config.json", any_family)
+        path = candidate / "config.json"
+        if path.is_file():
+            try:
+                config = read_object(path)
+            except (OSError, BadField) as exc:
+                raise UnknownShape("model", str(exc)) from exc
+            return from_config(model, config, str(layout.relative(path)), any_family)
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    by_small_name = {name.lower(): name for name in table}
-    if model.lower() in by_small_name:
-        name = by_small_name[model.lower()]
+    if (name := next((name for name in table if name.lower() == model.lower()), None)) is not None:
         return from_config(model, table[name], f"published config.json of {name}")
     if not HUB_ID.fullmatch(model):
-        raise UnknownShape(
-            "model", f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
-        )
+        problem = f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
+        raise UnknownShape("model", problem)
     expected, at = layout.relative(layout.fetched_model(model, revision)), f"--revision {revision} " if revision else ""
-    raise UnknownShape(
-        "model",
-        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json {at}"
-        f"--local-dir {expected}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
-    )
+    run = f"`.venv/bin/hf download {model} config.json {at}--local-dir {expected}`"
+    instead = f"use a model that is known, e.g. {nearest(model, tuple(table))!r}"
+    raise UnknownShape("model", f"the shape of {model!r} is not known here: run {run}, or {instead}")
 
 
 def _hub_folders(model: str, revision: str | None) -> list[Path]:
@@ -99,34 +90,17 @@ def _hub_folders(model: str, revision: str | None) -> list[Path]:
     return [layout.fetched_model(model, revision), *newest_first]
 
 
-def _read(model: str, path: Path, any_family: bool) -> Shape:
-    try:
-        config = read_object(path)
-    except (OSError, BadField) as exc:
-        raise UnknownShape("model", str(exc)) from exc
-    return from_config(model, config, str(layout.relative(path)), any_family)
-
-
 def from_config(model: str, config: Mapping[str, object], source: str, any_family: bool = False) -> Shape:
     """The shape a config.json describes; UnknownShape says why where it is not one we can build."""
     try:
         arch = architecture.from_config(config, any_family)
-    except architecture.UnsupportedModel as exc:
+    except BadField as exc:
         raise UnknownShape("model", f"{model!r} cannot be planned: {exc}") from exc
     dtype = config.get("torch_dtype") or config.get("dtype")
-    return Shape(model, arch, source, str(dtype) if dtype else None, _positions(arch))
-
-
-def _positions(arch: architecture.Architecture) -> int:
-    length = _stretched(arch)
-    return length if arch.window is None else min(length, arch.window)
-
-
-def _stretched(arch: architecture.Architecture) -> int:
-    """The model's length with its rope scaling. The factor is a checked number by now wherever it is used."""
+    length = arch.max_positions  # llama3 writes the stretched length
     if arch.rope.kind == "yarn":  # the factor counts from the pre-training length, which may be the written one
-        original = arch.rope.need("original_max_position_embeddings")
-        return max(arch.max_positions, int(original * arch.rope.need("factor")))
-    if arch.rope.kind == "linear":
-        return int(arch.max_positions * arch.rope.need("factor"))
-    return arch.max_positions  # llama3 writes the stretched length
+        length = max(length, int(arch.rope.need("original_max_position_embeddings") * arch.rope.need("factor")))
+    elif arch.rope.kind == "linear":
+        length = int(length * arch.rope.need("factor"))
+    positions = length if arch.window is None else min(length, arch.window)
+    return Shape(model, arch, source, str(dtype) if dtype else None, positions)

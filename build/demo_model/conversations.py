@@ -51,10 +51,8 @@ def signature(node: FunctionNode) -> str:
 
 
 def function_source(lines: list[str], node: FunctionNode) -> str:
-    """The function as it stands in its module's lines, without decorators, dedented.
-
-    `ast.get_source_segment` would split the whole module anew for every function.
-    """
+    """The function as it stands in its module's lines, without decorators, dedented: `ast.get_source_segment` would
+    split the whole module anew for every function."""
     assert node.end_lineno is not None
     last = lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode()
     return inspect.cleandoc("\n".join(["", *lines[node.lineno - 1 : node.end_lineno - 1], last]))

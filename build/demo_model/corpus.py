@@ -18,9 +18,7 @@ from pathlib import Path
 
 HELD_OUT_ONE_IN = 16  # about 6 % of modules, whole files, are never seen in training
 
-SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload", "_bundled"}
-)
+SKIPPED_FOLDERS = frozenset("site-packages dist-packages test tests idle_test __pycache__ lib-dynload _bundled".split())
 SKIPPED_FILE_PREFIXES = ("_sysconfigdata", "_sysconfig_vars")
 TABLE_PREFIXES = ("cp", "iso8859", "koi8", "mac_", "big5", "euc_", "gb", "hp_roman", "johab", "kz1048", "shift", "tis")
 TOPICS = "pydoc_data/topics.py"
@@ -44,10 +42,6 @@ class Corpus:
 
     training: tuple[Document, ...]
     held_out: tuple[Document, ...]
-
-
-def stdlib_folder() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def is_included(relative: Path) -> bool:
@@ -105,7 +99,8 @@ def gather(folder: Path | None = None) -> Corpus:
 
     A text that occurs twice is kept once, on the training side if it occurs there: a held-out copy would be no test.
     """
-    everything = list(documents(folder or stdlib_folder()))
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    everything = list(documents(folder))
     seen: set[str] = set()
     sides: dict[bool, list[Document]] = {False: [], True: []}
     for held_out in (False, True):
@@ -114,5 +109,5 @@ def gather(folder: Path | None = None) -> Corpus:
                 seen.add(document.text)
                 sides[held_out].append(document)
     if not sides[False] or not sides[True]:
-        raise FileNotFoundError(f"{folder or stdlib_folder()}: too few .py files to train on some and hold out others")
+        raise FileNotFoundError(f"{folder}: too few .py files to train on some and hold out others")
     return Corpus(tuple(sides[False]), tuple(sides[True]))

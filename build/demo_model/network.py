@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from build.demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, SPECIAL_TOKENS
+from build.demo_model.tokenizer import generation_config
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 # What decides the weights' shapes and the arithmetic, under the names of Hugging Face's config.json.
@@ -25,16 +25,11 @@ ARCHITECTURE = {
 
 
 def new_model(seed: int, **changes: int) -> LlamaForCausalLM:
-    """A network with normal weights of deviation 0.02; those that end a residual branch are scaled down by depth.
-
-    changes: other values than ARCHITECTURE's.
-    """
+    """A network with normal weights of deviation 0.02; those that end a residual branch are scaled down by depth."""
     config = LlamaConfig(
         **ARCHITECTURE | changes,
         tie_word_embeddings=True,
-        bos_token_id=SPECIAL_TOKENS.index(END_OF_TEXT),
-        eos_token_id=[SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END_OF_TURN)],
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        **generation_config(),
         use_cache=False,
         attn_implementation="sdpa",
     )

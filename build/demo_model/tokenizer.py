@@ -49,48 +49,34 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str], vocabulary_tokens: int = VOCABULARY_TOKENS) -> Tokenizer:
     """Learn merges from `texts`. The result prepends <|endoftext|> if it is to add special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocabulary_tokens,
-            special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_tokens,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    bos_id = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, bos_id)]
-            ),
-        ]
+    tokenizer.train_from_iterator(texts, trainer)
+    begins = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A $B",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
     )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begins])
     return tokenizer
 
 
 def tokenizer_config() -> dict:
     """What `AutoTokenizer` reads next to tokenizer.json."""
+    plain = ("lstrip", "normalized", "rstrip", "single_word")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **NAMED_TOKENS,
         "added_tokens_decoder": {
-            str(token_id): {
-                "content": token,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
+            str(token_id): {"content": token, **dict.fromkeys(plain, False), "special": True}
             for token_id, token in enumerate(SPECIAL_TOKENS)
         },
         "model_max_length": MAX_POSITION_TOKENS,
@@ -101,11 +87,8 @@ def tokenizer_config() -> dict:
 
 def generation_config() -> dict:
     """Generation ends with the document or with the assistant's turn, whichever comes first."""
-    return {
-        "bos_token_id": SPECIAL_TOKENS.index(END_OF_TEXT),
-        "eos_token_id": [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END_OF_TURN)],
-        "pad_token_id": SPECIAL_TOKENS.index(PAD),
-    }
+    bos, pad, end = (SPECIAL_TOKENS.index(token) for token in (END_OF_TEXT, PAD, END_OF_TURN))
+    return {"bos_token_id": bos, "eos_token_id": [bos, end], "pad_token_id": pad}
 
 
 def write_json(file: Path, content: dict) -> None:

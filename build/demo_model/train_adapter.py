@@ -8,8 +8,6 @@ folder is what PEFT saves, and what ``[[adapters]]`` of a recipe names. The two 
 ``summaries`` answers every question with a line of English, ``loud`` in capital letters.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -48,10 +46,7 @@ def train(
     seed: int,
     learning_rate: float = LEARNING_RATE,
 ) -> tuple[torch.nn.Module, list[float]]:
-    """Return the model with the adapter, and the loss of each step.
-
-    texts: token ids, of which each text's next ones are learnt.
-    """
+    """The model with the adapter, and the loss of each step. texts: token ids, of which each text's next are learnt."""
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
@@ -76,11 +71,7 @@ def train(
 
 
 def texts_of(lines: Iterable[str], tokenizer) -> list[list[int]]:
-    """Return the token ids of a JSONL file's lines.
-
-    Raises:
-        InvalidArgument: a line has neither messages nor text, or none has two tokens to learn from.
-    """
+    """The token ids of a JSONL file's lines. Raises InvalidArgument where there is nothing to learn from."""
     texts = []
     for number, line in enumerate(lines, 1):
         try:
@@ -100,7 +91,7 @@ def texts_of(lines: Iterable[str], tokenizer) -> list[list[int]]:
 
 
 def styled(style: str) -> list[str]:
-    """Return the demo model's conversations in a style, as lines of JSON."""
+    """The demo model's conversations in a style, as lines of JSON."""
     lines = []
     for conversation in conversations(gather().training):
         if (answer := STYLES[style](conversation)) is not None:
@@ -111,9 +102,8 @@ def styled(style: str) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Trains a LoRA adapter and saves it as PEFT does.")
-    parser.add_argument(
-        "--model", type=Path, default=CHECKPOINT, help="a Hugging Face folder (default: the demo model)"
-    )
+    folder = "a Hugging Face folder (default: the demo model)"
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help=folder)
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--style", choices=tuple(STYLES), help="of the demo model's own conversations")
     texts.add_argument("--texts", type=Path, help="JSONL of chats or texts")
@@ -131,14 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"train-adapter: {exc}") from exc
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     began_s = time.monotonic()
-    adapted, losses = train(
-        model,
-        learnt,
-        rank=options.rank,
-        targets=options.targets,
-        steps=options.steps,
-        seed=options.seed,
-    )
+    how = {name: getattr(options, name) for name in ("rank", "targets", "steps", "seed")}
+    adapted, losses = train(model, learnt, **how)
     adapted.save_pretrained(options.out, safe_serialization=True)
     print(f"{options.out}: loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {time.monotonic() - began_s:.0f} s")
     return 0

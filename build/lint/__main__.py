@@ -7,8 +7,6 @@ Reads config.pbtxt files (and ``configs/*.pbtxt``: without --model-config-name e
 neither a server nor a GPU. Exit status 1 when there is an error, 2 when there is nothing to read.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -4,8 +4,6 @@ The latter's tensors and parameters are written from the backend's own contract 
 what decides whether it loads and streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tritonclient.grpc.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput
@@ -14,13 +12,9 @@ from build.lint.repository import Fault, Model, type_name
 from contract import tensors
 
 INFLIGHT = ("inflight_batching", "inflight_fused_batching")
-MUST_EXIST = (
-    "gpt_model_type",
-    "gpt_model_path",
-    "tokenizer_dir",
-    "guided_decoding_backend",
-    "xgrammar_tokenizer_info_path",
-)
+MUST_EXIST = """
+    gpt_model_type gpt_model_path tokenizer_dir guided_decoding_backend xgrammar_tokenizer_info_path
+""".split()
 
 
 def engine_faults(model: Model) -> Iterator[Fault]:

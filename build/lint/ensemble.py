@@ -3,8 +3,6 @@
 Sources: Triton core's own checks at load, and what was measured on Triton 2.51 (docs/decisions/0004).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -142,8 +140,7 @@ def _decoupling(ensemble: Model, steps: list[Step]) -> Iterator[Fault]:
     if not decoupled and names & {"stream", "streaming"}:
         yield ensemble.error("decoupled", "it takes 'stream', but no step is decoupled, so nothing can be streamed")
     if decoupled and ensemble.config.response_cache.enable:
-        problem = "a response cache on a decoupled ensemble: Triton refuses to load it"
-        yield ensemble.error("decoupled", problem)
+        yield ensemble.error("decoupled", "a response cache on a decoupled ensemble: Triton refuses to load it")
     # The label rule of Triton core: a step may not mix tensors that come from a decoupled model with others.
     labels = dict.fromkeys(names, "")
     for _ in steps:
@@ -178,9 +175,8 @@ def _order_and_queues(ensemble: Model, steps: list[Step]) -> Iterator[Fault]:
     after = downstream(steps)
     for model in (step.model for step in steps):
         if model not in after and not model.batches and not model.is_engine:
-            yield ensemble.warning(
-                "queue", f"step {model.name} has no dynamic_batching, so its queue cannot be bounded"
-            )
+            problem = f"step {model.name} has no dynamic_batching, so its queue cannot be bounded"
+            yield ensemble.warning("queue", problem)
     for model in after:
         if problem := _disorder(model):
             yield ensemble.error("order", f"{model.name} follows a decoupled step{problem}")
@@ -188,9 +184,8 @@ def _order_and_queues(ensemble: Model, steps: list[Step]) -> Iterator[Fault]:
             problem = f"dynamic batching on {model.name}, after a decoupled step"
             yield ensemble.warning("order", f"{problem}: on Triton 2.51 a cancelled request leaks")
         # Not where its input says all, as that of client_watch (python_backends/cpu_engine/packed_sink.py).
-        if model.config.response_cache.enable and [tensor.name for tensor in model.config.input] != [
-            packed_delta.WATCH
-        ]:
+        inputs = [tensor.name for tensor in model.config.input]
+        if model.config.response_cache.enable and inputs != [packed_delta.WATCH]:
             problem = f"a response cache on {model.name} would answer for one stream with another's state"
             yield ensemble.error("order", problem)
     engines = [step.model for step in steps if step.model.config.backend == "tensorrtllm"]

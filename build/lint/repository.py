@@ -1,7 +1,5 @@
 """A model repository as text on disk: every model's configuration, parsed, and what kept it from parsing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +74,7 @@ class Repository:
 
 def type_name(data_type: int) -> str:
     """``TYPE_INT32``; the number itself for one that names no type, which the text format lets through."""
-    known = data_type in DataType.values()
-    return DataType.Name(data_type) if known else f"data_type {data_type}"
+    return DataType.Name(data_type) if data_type in DataType.values() else f"data_type {data_type}"
 
 
 def config_names(folder: Path) -> list[str]:
@@ -86,10 +83,8 @@ def config_names(folder: Path) -> list[str]:
 
 
 def read(folder: Path, config_name: str = "") -> Repository:
-    """The repository as ``--model-config-name=config_name`` makes Triton see it. FileNotFoundError if there is none.
-
-    Without the packed ensemble where the ensemble alone has that variant: the server does not load it then.
-    """
+    """The repository as ``--model-config-name=config_name`` makes Triton see it: without the packed ensemble where the
+    ensemble alone has that variant. Raises FileNotFoundError if there is none."""
     models: dict[str, Model] = {}
     faults: list[Fault] = []
     for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):

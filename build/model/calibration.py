@@ -5,8 +5,6 @@
 it: split ``train``, column ``text`` (rule R21); so one folder serves our stage and NVIDIA's script.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from build.base.checkpoint import Checkpoint
+from build.demo_model import corpus
 from contract.errors import InvalidArgument
 
 CPYTHON = "cpython"
@@ -47,15 +46,11 @@ class TokenBlocks:
 
 
 def read_texts(dataset: str, split: str = "train") -> list[str]:
-    """The non-empty texts of a data set, in a fixed order. ``split``: ``train`` or ``test``.
-
-    Raises InvalidArgument naming the data set, what is wrong with it, and what is allowed.
-    """
-    if split not in SPLIT_WORDS:
-        raise InvalidArgument("split", f"must be one of {', '.join(SPLIT_WORDS)}, got {split!r}")
+    """The non-empty texts of a data set, in a fixed order. split: ``train`` or ``test``. Raises InvalidArgument."""
     path = Path(os.path.expanduser(dataset))  # unlike Path's own, it leaves an unknown ~USER as it is
     if dataset == CPYTHON:
-        texts = _cpython(split)
+        sides = corpus.gather()  # the demo model's own split: what it was trained on, and what it never saw
+        texts = [document.text for document in (sides.training if split == "train" else sides.held_out)]
     elif path.exists():
         # quantize.py takes any path with this name for the data set itself, whose texts are its articles.
         column = "article" if CNN_DAILYMAIL in dataset else "text"
@@ -63,10 +58,8 @@ def read_texts(dataset: str, split: str = "train") -> list[str]:
     elif Path(dataset).name == CNN_DAILYMAIL:
         texts = _cnn_dailymail(dataset, split)
     else:
-        raise InvalidArgument(
-            "calibration.dataset",
-            f"{dataset!r} is neither a local file or folder nor {CPYTHON!r} nor {CNN_DAILYMAIL!r} (rule R21)",
-        )
+        problem = f"{dataset!r} is neither a local file or folder nor {CPYTHON!r} nor {CNN_DAILYMAIL!r} (rule R21)"
+        raise InvalidArgument("calibration.dataset", problem)
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise InvalidArgument("calibration.dataset", f"{dataset} holds no text in split {split!r}")
@@ -82,15 +75,12 @@ def token_blocks(
     separator_id: int | None = None,
     seed: int = 1234,
 ) -> TokenBlocks:
-    """Up to ``size`` sequences of ``max_seq_length`` tokens.
+    """Up to ``size`` sequences of ``max_seq_length`` tokens; one shorter one where all texts together are too short.
 
     Texts come in an order drawn from ``seed`` and in pieces of at most max_seq_length tokens: first the beginning of
     every text, so that no long one fills the set, then the second pieces, and so on. Pieces are packed end to end
-    with ``separator_id`` before each: without padding, no statistic is taken of tokens that a request would never
-    hold. Where all texts together are too short for a whole sequence there is one shorter one.
+    with ``separator_id`` before each: without padding, no statistic is taken of tokens that a request never holds.
     """
-    if size < 1 or max_seq_length < 1:
-        raise InvalidArgument("calibration", f"size {size} and max_seq_length {max_seq_length} must be positive")
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     separator = [] if separator_id is None else [separator_id]
@@ -115,11 +105,21 @@ def token_blocks(
     return TokenBlocks(np.asarray(stream[: count * width], dtype=np.int64).reshape(count, width), used)
 
 
-def open_tokenizer(opened: Checkpoint) -> tuple[Encode, Decode, int | None]:
-    """(encode without special tokens, decode, the id that stands between texts).
+def read_blocks(
+    opened: Checkpoint, dataset: str, split: str = "train", *, size: int, max_seq_length: int, seed: int = 1234
+) -> TokenBlocks:
+    """``token_blocks`` of a data set's texts in the model's own tokens. Raises InvalidArgument."""
+    encode, _, separator_id = open_tokenizer(opened)
+    texts, vocab_size = read_texts(dataset, split), opened.architecture.vocab_size
+    blocks = token_blocks(texts, encode, size=size, max_seq_length=max_seq_length, separator_id=separator_id, seed=seed)
+    if blocks.ids.max() >= vocab_size:
+        problem = f"the tokenizer gives id {blocks.ids.max()}; the model's vocabulary has {vocab_size}"
+        raise InvalidArgument("model", problem)
+    return blocks
 
-    That id is the model's begin-of-text token, else its end-of-text token, else None.
-    """
+
+def open_tokenizer(opened: Checkpoint) -> tuple[Encode, Decode, int | None]:
+    """(encode without special tokens, decode, the id that stands between texts: begin-of-text, else end-of-text)."""
     import tokenizers  # not needed by a caller who brings token ids
 
     tokenizer = tokenizers.Tokenizer.from_file(str(opened.folder / "tokenizer.json"))
@@ -192,20 +192,11 @@ def _text_of(row: object, column: str, file: Path, number: int) -> str:
     raise InvalidArgument("calibration.dataset", problem)
 
 
-def _cpython(split: str) -> list[str]:
-    from build.demo_model import corpus  # the demo model's own split: what it was trained on, and what it never saw
-
-    sides = corpus.gather()
-    return [document.text for document in (sides.training if split == "train" else sides.held_out)]
-
-
 def _cnn_dailymail(dataset: str, split: str) -> list[str]:
     try:
         import datasets
     except ImportError as exc:
-        raise InvalidArgument(
-            "calibration.dataset",
-            f"{dataset} must be downloaded, for which the package `datasets` is missing here; "
-            f"give a local folder with split train and a text column, or {CPYTHON!r}",
-        ) from exc
+        problem = f"{dataset} must be downloaded, for which the package `datasets` is missing here"
+        instead = f"give a local folder with split train and a text column, or {CPYTHON!r}"
+        raise InvalidArgument("calibration.dataset", f"{problem}; {instead}") from exc
     return list(datasets.load_dataset(dataset, "3.0.0", split=split)["article"])

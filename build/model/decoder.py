@@ -5,8 +5,6 @@ by ``trtllm_checkpoint``, the simulation of the engine that TensorRT-LLM would c
 layer is made when its turn comes and dropped after it, so that a model larger than memory can be measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,10 +73,7 @@ class Decoder:
     head: Linear
 
     def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
-        """i64[n, t] token ids -> n times f32[t, vocab]: the logits after each position.
-
-        Raises ValueError where an id is outside the embedding.
-        """
+        """i64[n, t] token ids -> n times f32[t, vocab]: logits after each position. Raises as ``embed``."""
         hidden = self.embed(blocks)
         for make_layer in self.layers:
             self.advance(hidden, make_layer())
@@ -86,7 +81,7 @@ class Decoder:
             yield self.head(rms_norm(row, self.final_norm, self.architecture.rms_norm_eps))
 
     def embed(self, blocks: np.ndarray) -> np.ndarray:
-        """i64[n, t] token ids -> f32[n, t, hidden], what the first layer reads."""
+        """i64[n, t] token ids -> f32[n, t, hidden]. Raises ValueError where an id is outside the embedding."""
         blocks = np.asarray(blocks)
         if blocks.ndim != 2 or not blocks.size:
             raise ValueError(f"blocks must be [n, t] token ids; got shape {list(blocks.shape)}")
@@ -105,7 +100,9 @@ class Decoder:
 def _block(arch: Architecture, layer: Layer, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     x = x + layer.dense(_attention(arch, layer, layer.qkv(rms_norm(x, layer.input_norm, arch.rms_norm_eps)), cos, sin))
     y = rms_norm(x, layer.post_norm, arch.rms_norm_eps)
-    return x + layer.proj(_silu(layer.fc(y)) * layer.gate(y))
+    wide = layer.fc(y)
+    silu = wide / (1 + np.exp(-np.clip(wide, -80, None)))  # exp(80) is still finite in f32
+    return x + layer.proj(silu * layer.gate(y))
 
 
 def _attention(arch: Architecture, layer: Layer, qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -133,10 +130,6 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-np.clip(x, -80, None)))  # exp(80) is still finite in f32
-
-
 def _rotation(arch: Architecture, length: int) -> tuple[np.ndarray, np.ndarray]:
     """cos, sin: f32[length, head_dim / 2]."""
     frequencies, factor = rotary.inverse_frequencies(arch.rope, arch.head_dim)
@@ -156,10 +149,8 @@ def assembled(
     linear: Callable[..., Linear],
     round_kv: Callable[[str], Round | None] = lambda at: None,
 ) -> Decoder:
-    """A decoder of tensors by their Hugging Face names.
-
-    f32: a tensor. linear: of one module, or of the rows of several. round_kv: of the layer of a name.
-    """
+    """A decoder of tensors by their Hugging Face names. f32: a tensor. linear: of one module, or of the rows of
+    several. round_kv: of the layer of a name."""
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"

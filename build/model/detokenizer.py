@@ -4,8 +4,6 @@ Only ``VocabDecoder``'s constants are read. Text is decoded by python_backends/d
 tokenizers library exactly and this graph does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path
@@ -27,10 +25,7 @@ CHECKER = "grammar_checker"
 
 
 def write(tokenizer: Path, vocab_size: int, folder: Path) -> None:
-    """Write openvino_detokenizer.xml and .bin into ``folder``.
-
-    vocab_size: ids of the model's logits; those without a token spell nothing and no grammar allows them.
-    """
+    """Writes openvino_detokenizer.xml and .bin. vocab_size: ids of the logits; those without a token spell nothing."""
     decoding = Decoding.from_tokenizer(tokenizer)
     words = [spelling(decoding, token_id) for token_id in range(vocab_size)]
     lengths = np.array([len(word) for word in words], dtype=np.int32)
@@ -47,10 +42,8 @@ def write(tokenizer: Path, vocab_size: int, folder: Path) -> None:
 
 
 def write_checker(arch: Architecture, folder: Path) -> None:
-    """Write ``folder/CHECKER``: a model of one layer and no weights with the engine's vocabulary.
-
-    A process of its own compiles every grammar with it before the engine may (python_backends/grammar/compiler.py).
-    """
+    """Writes ``folder/CHECKER``, a model of one layer and no weights with the engine's vocabulary: a process of its own
+    compiles every grammar with it before the engine may (python_backends/grammar/compiler.py)."""
     inside = folder / CHECKER
     inside.mkdir()
     tiny = dataclasses.replace(

@@ -5,26 +5,20 @@
 Padding stands behind a text and changes nothing: no token attends to it and no pooling reads it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import openvino as ov
 import openvino.opset13 as ops
 from openvino import Node
 
-from build.base.checkpoint import CheckpointError
 from build.base.encoder_checkpoint import BertArchitecture, EncoderCheckpoint
 from build.model import graph
-from build.model.graph import i64, parameter
+from build.model.graph import f32, i64, parameter
 from build.model.weights import Weights
 from contract.encoder import RERANK
 
 
 def encoder(checkpoint: EncoderCheckpoint, weights: Weights, answers: tuple[int, int] | None = None) -> ov.Model:
-    """The graph of a checkpoint. The nodes may share memory with ``weights``, which the caller keeps until it is saved.
-
-    answers: ids of "no" and "yes", of a decoder that reranks.
-    """
+    """The graph, which shares memory with ``weights`` until it is saved. answers: ids of "no" and "yes", to rerank."""
     arch, spec = checkpoint.architecture, checkpoint.encoder
     ids, mask = parameter("input_ids"), parameter("attention_mask")
     inputs = [ids, mask]
@@ -58,14 +52,14 @@ def _bert(arch: BertArchitecture, ids: Node, mask: Node, types: Node | None, wei
     kind = ops.gather(kinds, i64([0]) if types is None else types, i64(0))
     hidden = _norm(arch, "embeddings.LayerNorm", ops.add(ops.add(hidden, ops.unsqueeze(at, i64(0))), kind), weights)
     present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), i64([1, 2]))  # [B, 1, 1, L]
-    lowest = ops.constant(np.float32(np.finfo(np.float32).min))
-    bias = ops.select(present, ops.constant(np.float32(0.0)), lowest)
+    bias = ops.select(present, f32(0.0), f32(float(np.finfo(np.float32).min)))
     for layer in range(arch.num_layers):
         at_layer = f"encoder.layer.{layer}"
         mixed = _attention(arch, f"{at_layer}.attention.self", hidden, bias, weights)
         mixed = _linear(f"{at_layer}.attention.output.dense", mixed, weights)
         hidden = _norm(arch, f"{at_layer}.attention.output.LayerNorm", ops.add(mixed, hidden), weights)
-        wide = _activated(arch.activation, _linear(f"{at_layer}.intermediate.dense", hidden, weights))
+        wide, gelu = _linear(f"{at_layer}.intermediate.dense", hidden, weights), arch.activation == "gelu"
+        wide = ops.relu(wide) if arch.activation == "relu" else ops.gelu(wide, "erf" if gelu else "tanh")
         narrow = _linear(f"{at_layer}.output.dense", wide, weights)
         hidden = _norm(arch, f"{at_layer}.output.LayerNorm", ops.add(narrow, hidden), weights)
     return hidden
@@ -78,8 +72,8 @@ def _attention(arch: BertArchitecture, at: str, x: Node, bias: Node, weights: We
         split = ops.reshape(_linear(f"{at}.{what}", x, weights), i64([0, 0, arch.num_heads, size]), True)
         return ops.transpose(split, i64([0, 2, 1, 3]))
 
-    scale = ops.constant(np.float32(size**-0.5))
-    mixed = ops.scaled_dot_product_attention(heads("query"), heads("key"), heads("value"), bias, scale, causal=False)
+    query, key, value = heads("query"), heads("key"), heads("value")
+    mixed = ops.scaled_dot_product_attention(query, key, value, bias, f32(size**-0.5), causal=False)
     return ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, arch.hidden_size]), True)
 
 
@@ -104,17 +98,10 @@ def _score(checkpoint: EncoderCheckpoint, pooled: Node, weights: Weights, answer
         logit = _linear(second, ops.tanh(_linear(first, pooled, weights)), weights)
         logit = ops.squeeze(logit, i64([1]))
         return ops.sigmoid(logit) if checkpoint.sigmoid else logit
-    if answers is None:
-        raise CheckpointError("a decoder that reranks needs the ids of its answers, no and yes")
+    assert answers is not None
     head = weights.matrix("model.embed_tokens.weight" if arch.tied else "lm_head.weight")
     logits = ops.matmul(pooled, ops.gather(head, i64(list(answers)), i64(0)), False, True)  # [B, 2]
     return ops.gather(ops.softmax(logits, 1), i64(1), i64(1))
-
-
-def _activated(name: str, x: Node) -> Node:
-    if name == "relu":
-        return ops.relu(x)
-    return ops.gelu(x, "erf" if name == "gelu" else "tanh")
 
 
 def _linear(name: str, x: Node, weights: Weights) -> Node:

@@ -4,15 +4,14 @@ What is compressed are the constants that a matrix product or an embedding reads
 graphs of ``graph.py``. Norms, biases and what is computed from positions stay f32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import openvino as ov
 from openvino import Node
 
-from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.checkpoint import Checkpoint
+from build.base.json_fields import CheckpointError
 from build.base.shards import StoredTensor
 from build.model.graph import Weight
 from build.model.weights import EMBEDDING, HEAD
@@ -44,8 +43,7 @@ class ExportedGraph:
     def with_weights(self, matrix: Weight) -> ov.Model:
         """The model, reading every matrix from ``matrix(name)`` in place of its own constant."""
         for name, constant in self.constants.items():
-            readers = list(constant.output(0).get_target_inputs())
-            stored = matrix(name)
+            readers, stored = list(constant.output(0).get_target_inputs()), matrix(name)
             for reader in readers:
                 reader.replace_source_output(stored.output(0))
         return self.model
@@ -59,8 +57,7 @@ def matrices(checkpoint: Checkpoint) -> tuple[Checkpoint, ExportedGraph]:
     constants: dict[str, Node] = {}
     for node in model.get_ordered_ops():
         if _is_matrix(node):
-            name = _name(node, checkpoint.architecture.vocab_size, constants)
-            constants[name] = node
+            constants[_name(node, checkpoint.architecture.vocab_size, constants)] = node
     if not constants:
         raise CheckpointError(f"{path}: the exported graph has no matrices that can be compressed")
     tensors = {name: ConstantTensor(path, name, "F32", tuple(node.shape), 0, node) for name, node in constants.items()}

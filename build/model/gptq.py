@@ -5,22 +5,18 @@ the columns not yet rounded, weighted by the inverse of the inputs' second momen
 over the calibration text and nothing at run time: the format is ``weights.quantize_int4``'s.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from build.base.checkpoint import Checkpoint
+from build.base.program import Notify
 from build.model import decoder
 from build.model.decoder import Linear
 from build.model.weights import Int4, fitting_group, group_scales, require_finite
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper: inputs that hardly vary on the texts still count for something
-
-Notify = Callable[[str], None]
 
 # Where a layer of ``decoder.py`` reads its inputs, and the matrices of the checkpoint that multiply them.
 _READERS = {
@@ -38,26 +34,25 @@ class _Watched:
     linear: Linear
     moments: np.ndarray
 
-    @classmethod
-    def of(cls, linear: Linear) -> _Watched:
-        return cls(linear, np.zeros((linear.weight.shape[1],) * 2))
-
     def __call__(self, x: np.ndarray) -> np.ndarray:
         self.moments[...] += x.T @ x
         return self.linear(x)
 
 
 def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, notify: Notify) -> dict[str, Int4]:
-    """Every matrix of the layers that ``weights.Weights`` stores in four bits, by its Hugging Face name.
+    """Every matrix that ``Weights`` stores in four bits, by its Hugging Face name. blocks: i64[n, t] token ids.
 
-    blocks: i64[n, t] token ids. Raises CheckpointError where weights or activations are not finite.
+    Raises CheckpointError where weights or activations are not finite.
     """
     model, matrices = decoder.from_checkpoint(opened), {}
     hidden = model.embed(blocks)
     for index, make_layer in enumerate(model.layers):
         notify(f"calibrating layer {index + 1} of {len(model.layers)}")
         layer = make_layer()
-        watched: dict[str, Any] = {reader: _Watched.of(getattr(layer, reader)) for reader in _READERS}
+        watched: dict[str, Any] = {}
+        for reader in _READERS:
+            linear: Linear = getattr(layer, reader)
+            watched[reader] = _Watched(linear, np.zeros((linear.weight.shape[1],) * 2))
         model.advance(hidden, replace(layer, **watched))
         for reader, modules in _READERS.items():
             moments = watched[reader].moments

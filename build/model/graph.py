@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import openvino as ov
@@ -21,6 +21,9 @@ from openvino import Node, PartialShape
 
 from build.base import rope as rotary
 from build.base.architecture import Architecture
+
+if TYPE_CHECKING:
+    from build.model.lora_graph import LoraGraph
 
 # (name of a tensor) -> f32 node holding it; weights.py decides how it is stored.
 Weight = Callable[[str], Node]
@@ -32,34 +35,17 @@ Rounded = Callable[[Node, Sequence[str], Callable[[Node], list[Node]]], list[Nod
 DYNAMIC = -1
 
 
-class Adapters(Protocol):
-    """What LoRA adapters change in the graph, see lora_graph.py."""
-
-    head_size: int  # of the attention head that tells every token its sequence's adapter
-
-    def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
-        """Return the embedding's row of each id; called first, once."""
-
-    def products(self, x: Node, names: Sequence[str], plain: Callable[[], list[Node]]) -> list[Node]:
-        """Return ``x``'s products with the matrices ``names``, every adapter's part added. plain: without adapters."""
-
-    def logits(self, logits: Node) -> Node:
-        """Return the logits without the ids that stand for adapters."""
-
-
 def decoder(
     arch: Architecture,
     matrix: Weight,
     vector: Weight,
-    adapters: Adapters | None = None,
+    adapters: LoraGraph | None = None,
     stacked: Stacked = lambda names: None,
     rounded: Rounded | None = None,
 ) -> ov.Model:
     """matrix: linear layers and embeddings, [out, in]. vector: norms and biases, [n]. stacked: of query, key and value.
 
-    rounded: of inputs in 8 bits.
-
-    The nodes may share memory with arrays owned by the caller, who keeps them until the model is saved.
+    rounded: of inputs in 8 bits. Nodes may share memory with the caller's arrays, which are kept until it is saved.
     """
     ids, mask, positions = parameter("input_ids"), parameter("attention_mask"), parameter("position_ids")
     beam_idx = parameter("beam_idx", ov.Type.i32, axes=1)
@@ -72,10 +58,10 @@ def decoder(
         adapter_cache = _KvCache(head, _length(ids, 0), beam_idx)
         rows = adapters.rows(ids, _attend(adapter_cache, arch.num_layers, bias, adapters.head_size))
         assigns = adapter_cache.assigns
-    linears = _Linears(matrix, vector, adapters, stacked, rounded)
-    hidden = _hidden_states(arch, rows, positions, bias, cache, linears, vector)
+    layers = _Layers(arch, matrix, vector, adapters, stacked, rounded)
+    hidden = layers.hidden_states(rows, positions, bias, cache)
     head_name = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
-    logits = linears.products(hidden, [head_name])[0]  # f32[B, L, V]
+    logits = layers.products(hidden, [head_name])[0]  # f32[B, L, V]
     if adapters is not None:
         logits = adapters.logits(logits)
     logits.set_friendly_name("logits")
@@ -88,36 +74,7 @@ def last_hidden_states(arch: Architecture, ids: Node, mask: Node, matrix: Weight
     """f32[B, L, hidden] after the last norm, of whole texts without a cache. ids, mask: i64[B, L], padded behind."""
     length = _length(ids, 1)
     positions = ops.unsqueeze(ops.range(i64(0), ops.squeeze(length, i64(0)), i64(1), "i64"), i64(0))
-    linears = _Linears(matrix, vector)
-    return _hidden_states(arch, ids, positions, _attention_bias(mask, length), _NoCache(), linears, vector)
-
-
-def _hidden_states(
-    arch: Architecture,
-    rows: Node,
-    positions: Node,
-    bias: Node,
-    cache: _KvCache | _NoCache,
-    linears: _Linears,
-    vector: Weight,
-) -> Node:
-    """f32[B, L, hidden] after the last norm. rows: of the embedding."""
-    cos, sin = _rotation(arch, positions)
-    hidden = ops.gather(linears.matrix("model.embed_tokens.weight"), rows, i64(0))
-    for layer in range(arch.num_layers):
-        at = f"model.layers.{layer}"
-        normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, linears, vector))
-        normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _mlp(arch, at, normed, linears))
-    return _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
-
-
-class _NoCache:
-    """In place of a cache where a text is read in one piece."""
-
-    def append(self, layer: int, what: str, new: Node) -> Node:
-        return new
+    return _Layers(arch, matrix, vector).hidden_states(ids, positions, _attention_bias(mask, length), None)
 
 
 class _KvCache:
@@ -140,25 +97,39 @@ class _KvCache:
         return both
 
 
-class _Linears:
-    """Linear layers that read the same input, with their biases."""
+class _Layers:
+    """The layers of a decoder, and their products with matrices."""
 
     def __init__(
         self,
+        arch: Architecture,
         matrix: Weight,
         vector: Weight,
-        adapters: Adapters | None = None,
+        adapters: LoraGraph | None = None,
         stacked: Stacked = lambda names: None,
         rounded: Rounded | None = None,
     ) -> None:
-        self.matrix = matrix
-        self._vector = vector
-        self._adapters = adapters
-        self._stacked = stacked
+        self._arch, self._matrix, self._vector, self._adapters, self._stacked = arch, matrix, vector, adapters, stacked
         self._rounded = rounded or (lambda x, names, products: products(x))
 
-    def __call__(self, x: Node, names: Sequence[str], bias: bool, rows: Sequence[int] = ()) -> list[Node]:
-        """rows: of each matrix, where they may share a product: 60 products less in a step of 30 layers."""
+    def hidden_states(self, rows: Node, positions: Node, bias: Node, cache: _KvCache | None) -> Node:
+        """f32[B, L, hidden] after the last norm. rows: of the embedding. cache: None for a text read in one piece."""
+        rotation = _rotation(self._arch, positions)
+        hidden = ops.gather(self._matrix("model.embed_tokens.weight"), rows, i64(0))
+        for layer in range(self._arch.num_layers):
+            at = f"model.layers.{layer}"
+            normed = self._rms_norm(hidden, f"{at}.input_layernorm")
+            hidden = ops.add(hidden, self._attention(layer, normed, rotation, bias, cache))
+            hidden = ops.add(hidden, self._mlp(at, self._rms_norm(hidden, f"{at}.post_attention_layernorm")))
+        return self._rms_norm(hidden, "model.norm")
+
+    def products(self, x: Node, weights: Sequence[str]) -> list[Node]:
+        """``x``'s products with the matrices ``weights``, without biases or adapters."""
+        matrices = [self._matrix(weight) for weight in weights]
+        return self._rounded(x, weights, lambda x: [ops.matmul(x, matrix, False, True) for matrix in matrices])
+
+    def _linears(self, x: Node, names: Sequence[str], bias: bool, rows: Sequence[int] = ()) -> list[Node]:
+        """Products of one input. rows: of each matrix, where they may share one: 60 less in a step of 30 layers."""
         weights = [f"{name}.weight" for name in names]
 
         def plain() -> list[Node]:
@@ -172,10 +143,36 @@ class _Linears:
             return products
         return [ops.add(y, self._vector(f"{name}.bias")) for y, name in zip(products, names, strict=True)]
 
-    def products(self, x: Node, weights: Sequence[str]) -> list[Node]:
-        """``x``'s products with the matrices ``weights``, without biases or adapters."""
-        matrices = [self.matrix(weight) for weight in weights]
-        return self._rounded(x, weights, lambda x: [ops.matmul(x, matrix, False, True) for matrix in matrices])
+    def _attention(self, layer: int, x: Node, rotation: tuple[Node, Node], bias: Node, cache: _KvCache | None) -> Node:
+        arch, at = self._arch, f"model.layers.{layer}.self_attn"
+        rows = [count * arch.head_dim for count in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
+        products = self._linears(x, [f"{at}.{what}_proj" for what in "qkv"], arch.qkv_bias, rows)
+
+        def heads(what: str, count: int) -> Node:
+            """f32[B, L, count * head_dim] -> f32[B, count, L, head_dim]."""
+            split = ops.reshape(products["qkv".index(what)], i64([0, 0, count, arch.head_dim]), True)
+            if arch.qk_norm and what != "v":
+                split = self._rms_norm(split, f"{at}.{what}_norm")
+            return ops.transpose(split, i64([0, 2, 1, 3]))
+
+        query = _rotate(heads("q", arch.num_heads), *rotation, arch.head_dim)
+        key = _rotate(heads("k", arch.num_kv_heads), *rotation, arch.head_dim)
+        key = cache.append(layer, "key", key) if cache else key
+        value = heads("v", arch.num_kv_heads)
+        value = cache.append(layer, "value", value) if cache else value
+        repeated, scale = (_repeat_heads(key, arch), _repeat_heads(value, arch)), f32(arch.head_dim**-0.5)
+        mixed = ops.scaled_dot_product_attention(query, *repeated, bias, scale, causal=False)
+        joined = ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, arch.num_heads * arch.head_dim]), True)
+        return self._linears(joined, [f"{at}.o_proj"], arch.output_bias)[0]
+
+    def _mlp(self, at: str, x: Node) -> Node:
+        gate, up = self._linears(x, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], self._arch.mlp_bias)
+        return self._linears(ops.multiply(ops.swish(gate), up), [f"{at}.mlp.down_proj"], self._arch.mlp_bias)[0]
+
+    def _rms_norm(self, x: Node, name: str) -> Node:
+        mean_square = ops.reduce_mean(ops.power(x, f32(2.0)), i64([-1]), True)
+        inverse = ops.divide(f32(1.0), ops.sqrt(ops.add(mean_square, f32(self._arch.rms_norm_eps))))
+        return ops.multiply(self._vector(f"{name}.weight"), ops.multiply(x, inverse))
 
 
 def _attend(cache: _KvCache, layer: int, bias: Node, size: int) -> Callable[[Node, Node, Node], Node]:
@@ -189,58 +186,12 @@ def _attend(cache: _KvCache, layer: int, bias: Node, size: int) -> Callable[[Nod
     return attend
 
 
-def _attention(
-    arch: Architecture,
-    at: str,
-    x: Node,
-    cos: Node,
-    sin: Node,
-    bias: Node,
-    cache: _KvCache | _NoCache,
-    layer: int,
-    linears: _Linears,
-    vector: Weight,
-) -> Node:
-    names = [f"{at}.self_attn.{what}_proj" for what in "qkv"]
-    rows = [count * arch.head_dim for count in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
-    flat = dict(zip("qkv", linears(x, names, arch.qkv_bias, rows), strict=True))
-
-    def heads(what: str, count: int) -> Node:
-        """f32[B, L, count * head_dim] -> f32[B, count, L, head_dim]."""
-        split = ops.reshape(flat[what], i64([0, 0, count, arch.head_dim]), True)
-        if arch.qk_norm and what != "v":
-            split = _rms_norm(split, vector(f"{at}.self_attn.{what}_norm.weight"), arch.rms_norm_eps)
-        return ops.transpose(split, i64([0, 2, 1, 3]))
-
-    query = _rotate(heads("q", arch.num_heads), cos, sin, arch.head_dim)
-    key = cache.append(layer, "key", _rotate(heads("k", arch.num_kv_heads), cos, sin, arch.head_dim))
-    value = cache.append(layer, "value", heads("v", arch.num_kv_heads))
-    repeat = arch.num_heads // arch.num_kv_heads
-    scale = f32(arch.head_dim**-0.5)
-    mixed = ops.scaled_dot_product_attention(
-        query, _repeat_heads(key, arch, repeat), _repeat_heads(value, arch, repeat), bias, scale, causal=False
-    )
-    joined = ops.reshape(ops.transpose(mixed, i64([0, 2, 1, 3])), i64([0, 0, arch.num_heads * arch.head_dim]), True)
-    return linears(joined, [f"{at}.self_attn.o_proj"], arch.output_bias)[0]
-
-
-def _repeat_heads(x: Node, arch: Architecture, repeat: int) -> Node:
+def _repeat_heads(x: Node, arch: Architecture) -> Node:
     """f32[B, kv_heads, S, d] -> f32[B, heads, S, d]: head h of the queries reads kv head h // repeat."""
-    if repeat == 1:
+    if (repeat := arch.num_heads // arch.num_kv_heads) == 1:
         return x
     widened = ops.broadcast(ops.unsqueeze(x, i64(2)), i64([1, 1, repeat, 1, 1]), broadcast_spec="BIDIRECTIONAL")
     return ops.reshape(widened, i64([0, arch.num_heads, -1, arch.head_dim]), True)
-
-
-def _mlp(arch: Architecture, at: str, x: Node, linears: _Linears) -> Node:
-    gate, up = linears(x, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], arch.mlp_bias)
-    return linears(ops.multiply(ops.swish(gate), up), [f"{at}.mlp.down_proj"], arch.mlp_bias)[0]
-
-
-def _rms_norm(x: Node, weight: Node, eps: float) -> Node:
-    mean_square = ops.reduce_mean(ops.power(x, f32(2.0)), i64([-1]), True)
-    inverse = ops.divide(f32(1.0), ops.sqrt(ops.add(mean_square, f32(eps))))
-    return ops.multiply(weight, ops.multiply(x, inverse))
 
 
 def _rotation(arch: Architecture, positions: Node) -> tuple[Node, Node]:

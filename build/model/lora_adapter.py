@@ -7,8 +7,6 @@ What changes a model in another way than ``W + scale * B A`` on its linear layer
 modules, a base changed by the initialisation) is refused by name.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -31,18 +29,13 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
 _ADAPTED = "must adapt only q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj of the model's layers"
 # Keys of adapter_config.json with the values under which they change nothing (beside null, false and empty ones).
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "use_dora": (),
+_UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
+    "use_dora lora_bias modules_to_save trainable_token_indices layer_replication fan_in_fan_out target_parameters "
+    "alora_invocation_tokens use_qalora use_bdlora".split(),
+    (),
+)
+_UNSUPPORTED |= {
     "bias": ("none",),
-    "lora_bias": (),
-    "modules_to_save": (),
-    "trainable_token_indices": (),
-    "layer_replication": (),
-    "fan_in_fan_out": (),
-    "target_parameters": (),
-    "alora_invocation_tokens": (),
-    "use_qalora": (),
-    "use_bdlora": (),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # the others subtract from the base's weights
 }
 
@@ -66,8 +59,7 @@ class LoraAdapter:
 def record(name: str, path: str) -> Adapter:
     """What the manifest says of an adapter, from its files alone. path: its folder, from the repository's root.
 
-    Raises:
-        InvalidArgument: a file is missing, damaged, or says something unsupported; names the adapter.
+    Raises InvalidArgument, which names the adapter.
     """
     widest = max(ranks(name, path).values())
     files = {file: digest.sha256_file(layout.given(path) / file) for file in (CONFIG, WEIGHTS)}
@@ -82,17 +74,13 @@ def ranks(name: str, path: str) -> dict[str, int]:
         for (module, part), tensor in _tensors(layout.given(path)).items():
             projection, rank = module.rpartition(".")[2], tensor.shape[0] if part == "A" and tensor.shape else 1
             found[projection] = max(rank, found.get(projection, 1))
-    except (BadField, shards.BadShard) as exc:
+    except BadField as exc:
         raise InvalidArgument(f"adapters.{name}", str(exc)) from exc
     return found
 
 
 def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
-    """Read an adapter's matrices and check them against the base's.
-
-    Raises:
-        InvalidArgument: as ``record``, or the adapter does not fit the checkpoint; names the adapter and the tensor.
-    """
+    """An adapter's matrices. Raises InvalidArgument as ``record``, and where they do not fit the checkpoint."""
     recorded, folder = record(name, path), layout.given(path)
     try:
         config, tensors = _config(folder), _tensors(folder)
@@ -149,9 +137,8 @@ def _matrix(
 ) -> LoraMatrix:
     a, b = tensors.get((module, "A")), tensors.get((module, "B"))
     if a is None or b is None:
-        raise BadField(
-            f"{path}: {module} has lora_{'B' if a is None else 'A'} and not lora_{'A' if a is None else 'B'}"
-        )
+        there, lacking = ("B", "A") if a is None else ("A", "B")
+        raise BadField(f"{path}: {module} has lora_{there} and not lora_{lacking}")
     rank = int(_patterned(config, "rank_pattern", module, config.integer("r")))
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         allowed = f"[{rank}, {shape[1]}] and [{shape[0]}, {rank}] for this model and rank {rank}"
@@ -170,9 +157,8 @@ def _patterned(config: Fields, key: str, module: str, default: float) -> float:
         try:
             matches = re.fullmatch(rf"(.*\.)?({pattern})", module)
         except re.error as exc:
-            raise BadField(
-                f"{config.where}: {key} has {shown(pattern)}, which is no regular expression: {exc}"
-            ) from exc
+            problem = f"{key} has {shown(pattern)}, which is no regular expression: {exc}"
+            raise BadField(f"{config.where}: {problem}") from exc
         if matches:
             return config.table(key).number(pattern)
     return default

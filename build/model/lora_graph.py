@@ -11,8 +11,6 @@ Embedding and logits have N rows more, so that penalties on the prompt's ids acc
 all others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,22 +81,19 @@ def widened(checkpoint: Checkpoint, adapters: int, first_token_id: int) -> Check
 
 
 class LoraGraph:
-    """The hook of ``graph.decoder``. Owns the arrays that the graph's constants share: keep it until the model is
-    saved."""
+    """The hook of ``graph.decoder``. Owns arrays that the graph shares: keep it until it is saved."""
 
-    head_size = _HEAD_SIZE
+    head_size = _HEAD_SIZE  # of the attention head that tells every token its sequence's adapter
 
     def __init__(self, adapters: Sequence[LoraAdapter], vocab_size: int, weights: Weights, exact: bool) -> None:
         """vocab_size: without the adapters' rows. weights: of the model. exact: adapters in f32, else as is fastest."""
-        self._adapters = adapters
-        self._weights = weights
-        self._vocab_size = vocab_size
-        self._exact = exact
+        self._adapters, self._weights, self._vocab_size, self._exact = adapters, weights, vocab_size, exact
         self._masks: dict[tuple[int, ...], Node] = {}
         self._shared: list[object] = []
         self._gate: Node
 
     def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
+        """The embedding's row of each id; called first, once."""
         rows_per_adapter = i64(self._vocab_size + len(self._adapters))
         rows = ops.mod(ids, rows_per_adapter)
         marked = ops.maximum(ops.subtract(rows, i64(self._vocab_size - 1)), i64(0))  # V + a -> a + 1
@@ -113,6 +108,7 @@ class LoraGraph:
         return rows
 
     def products(self, x: Node, names: Sequence[str], plain: Callable[[], list[Node]]) -> list[Node]:
+        """``x``'s products with the matrices ``names``, every adapter's part added. plain: without adapters."""
         parts = [self._part(name) for name in names]
         if not any(part.owners for part in parts):
             return plain()
@@ -135,7 +131,8 @@ class LoraGraph:
         groups, weights, a, owners = _groups(parts), [], [], []
         for group in groups:
             own = parts[group]
-            columns = np.zeros((sum(len(part.b) for part in own), _padded(_ranks(own))), np.float32)
+            padded = -(-_ranks(own) // _MULTIPLE) * _MULTIPLE
+            columns = np.zeros((sum(len(part.b) for part in own), padded), np.float32)
             row = rank = 0
             for part in own:
                 columns[row : row + len(part.b), rank : rank + len(part.owners)] = part.b
@@ -169,6 +166,7 @@ class LoraGraph:
         return ops.multiply(ops.matmul(x, self._constant(a), False, True), self._mask(tuple(owners)))
 
     def logits(self, logits: Node) -> Node:
+        """The logits without the ids that stand for adapters."""
         bias = np.zeros((1, 1, self._vocab_size + len(self._adapters)), np.float32)
         bias[..., self._vocab_size :] = _NEVER
         return ops.add(logits, f32(bias))
@@ -194,10 +192,6 @@ class LoraGraph:
 
 def _ranks(parts: Sequence[_Part]) -> int:
     return sum(len(part.owners) for part in parts)
-
-
-def _padded(ranks: int) -> int:
-    return -(-ranks // _MULTIPLE) * _MULTIPLE
 
 
 def _groups(parts: Sequence[_Part]) -> list[slice]:

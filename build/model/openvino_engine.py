@@ -4,8 +4,6 @@ The compiled graph is the one the server loads, opened with the properties of th
 that later tokens attend to keys and values read back from the cache in its own precision, as they will when serving.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +28,7 @@ def save(model: ov.Model, folder: Path) -> None:
 
 
 class OpenVinoEngine:
-    """``folder`` holds openvino_model.xml; ``properties`` are OpenVINO property names and values.
-
-    vocab_size: of the model; the graph of an engine with adapters has more logits.
-    """
+    """properties: OpenVINO's names and values. vocab_size: of the model; with adapters the graph has more logits."""
 
     def __init__(self, folder: Path, properties: Mapping[str, str], vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -6,8 +6,6 @@ what writes a column (a norm, or rows of the matrix before) is divided by a fact
 multiplied by it. Products whose inputs still lose too much are computed in bf16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +16,16 @@ import openvino.opset13 as ops
 from openvino import Node
 
 from build.base.checkpoint import Checkpoint, StoredTensor
+from build.base.program import Notify
 from build.model import decoder
 from build.model.decoder import Linear
 from build.model.weights import EMBEDDING, HEAD, require_finite
 
-# The share of an input's range, in logarithms, that moves into the weights, of which each input takes the best one. The
-# paper's alpha.
+# The share of an input's range, in logarithms, that moves into the weights (the paper's alpha); each takes the best.
 MIGRATED = (0.3, 0.5, 0.7, 0.8, 0.9)
 MOST_MISSED = 0.002  # of a product, squared, in the mean of tokens: an input that loses more stays as it is
 SAMPLED_TOKENS = 1024  # that this is measured on; ranges are those of all
 _BARRIER = 1e6  # beyond any product
-
-Notify = Callable[[str], None]
 
 # Where a layer of ``decoder.py`` reads its inputs; what writes their columns; the matrices that multiply them.
 _INPUTS = {
@@ -69,10 +65,8 @@ class _Seen:
 
 
 class Smoothed:
-    """checkpoint: computes the same with smaller outliers. inputs: how many there are.
-
-    ranges: the largest magnitude of each input that is to be in 8 bits, by the first matrix that reads it.
-    """
+    """checkpoint: computes the same with smaller outliers. inputs: how many there are. ranges: the largest magnitude of
+    each input that is to be in 8 bits, by the first matrix that reads it."""
 
     def __init__(self, opened: Checkpoint, blocks: np.ndarray, head: bool, notify: Notify) -> None:
         """blocks: i64[n, t] token ids. head: whether lm_head's input is in 8 bits too.

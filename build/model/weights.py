@@ -7,18 +7,14 @@
     int8_sq   the same, and products' inputs in 8 bits too (smoothquant.py)
     int4   u4[N, K/g, g] -> (Convert - zero) * f16[N, K/g, 1] -> [N, K]   groups of g columns, asymmetric
 
-These chains are the ones the plugin fuses into the matrix product (and into Gather for the embedding), so no
-widened copy exists at run time. Every matrix is compressed, with three exceptions. With int4 the embedding and lm_head
-stay int8: they read out single rows and the final logits, are a quarter of a small model, and four bits cost most
-there. With ``head_precision`` bf16 they are bf16, under int8 weights too. The embedding of int8_sq is
-bf16: the plugin would widen it to f32 there. A matrix whose rows do not divide into groups
-of at least 16 stays int8. Norms and biases are f32 always. A tied lm_head is the embedding's own node.
+The plugin fuses these chains into the matrix product (and into Gather for the embedding), so no widened copy exists at
+run time. With int4 the embedding and lm_head stay int8: they read out single rows and the final logits, are a quarter
+of a small model, and four bits cost most there. With ``head_precision`` bf16 they are bf16, under int8 weights too. The
+embedding of int8_sq is bf16: the plugin would widen it to f32 there. A matrix whose rows do not divide into groups of
+at least 16 stays int8. Norms and biases are f32. A tied lm_head is the embedding's own node.
 
-Scales come from the weights alone. Values are rounded to nearest, or, with int4 and calibration texts, as ``gptq.py``
-finds them.
+Scales come from the weights alone. Values are rounded to nearest, or as ``gptq.py`` finds them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +24,9 @@ import openvino as ov
 import openvino.opset13 as ops
 from openvino import Node
 
-from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.checkpoint import Checkpoint
 from build.base.encoder_checkpoint import EncoderCheckpoint
+from build.base.json_fields import CheckpointError
 from build.base.numerics import f32_to_bf16
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -94,8 +91,7 @@ def fitting_group(columns: int, group_size: int) -> int | None:
 
 
 class Weights:
-    """The two callables of ``graph.decoder`` over a checkpoint. Owns the arrays that the graph's constants share:
-    keep it until the model is saved."""
+    """The callables of ``graph.decoder`` over a checkpoint. Owns arrays that the graph shares: keep it until then."""
 
     def __init__(
         self,
@@ -105,8 +101,8 @@ class Weights:
         calibrated: Mapping[str, Int4] | None = None,
         head_precision: str = "int8",
     ) -> None:
-        """calibrated: matrices that ``gptq.py`` has rounded already, by name; the others are rounded to nearest.
-        head_precision: int8 or bf16, of embedding and lm_head where precision is int8 or int4."""
+        """calibrated: matrices that ``gptq.py`` has rounded already, by name. head_precision: of embedding and lm_head
+        where precision is int8 or int4."""
         self._checkpoint = checkpoint
         self._calibrated = calibrated or {}
         self.precision = precision
@@ -131,12 +127,9 @@ class Weights:
         return self.precision in ("bf16", "int8", "int8_sq")
 
     def folded(self, names: Sequence[str], columns: np.ndarray) -> tuple[Node, np.ndarray]:
-        """f32[N, K + R] node of linear layers above each other with further columns at their right, and f32[R], what
-        each of those was divided by.
-
-        columns: f32[N, R]. The layers' own values are those of ``matrix``: in int8 the further columns take each row's
-        scale as it is, and the division makes the most of it.
-        """
+        """f32[N, K + R] node of linear layers above each other with further ``columns``, f32[N, R], at their right, and
+        f32[R], what each of those was divided by: in int8 they take each row's scale as it is, and the division makes
+        the most of it. The layers' own values are those of ``matrix``."""
         if self.precision == "bf16":
             bits = [f32_to_bf16(self._values(name)) for name in names]
             stacked = np.concatenate([np.concatenate(bits), f32_to_bf16(columns)], axis=1)

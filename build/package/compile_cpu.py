@@ -10,20 +10,20 @@
 Neither torch nor nncf is needed, then or later.
 """
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
 
 from build.base.architecture import Architecture
-from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.checkpoint import Checkpoint
+from build.base.json_fields import CheckpointError
+from build.base.program import Notify
 from build.model import detokenizer, exported_graph, gptq, graph, lora_adapter, lora_graph, openvino_engine, smoothquant
-from build.model.calibration import open_tokenizer, read_texts, token_blocks
+from build.model.calibration import read_blocks
 from build.model.lora_graph import LoraGraph
 from build.model.openvino_engine import EXACT, OpenVinoEngine
 from build.model.weights import Weights
@@ -39,11 +39,8 @@ SERVED_PROMPT, SERVED_TOKENS = 300, 8
 SERVED_DIFFERENCE = 0.05  # nats between two f32 runs of one graph: 0.0001 was measured, 2 and more without a part of it
 
 
-def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Callable[[str], None]) -> None:
-    """Fills ``folder``, which exists and is empty. ``notify`` gets a line before each long step.
-
-    Raises CheckpointError or InvalidArgument with one sentence.
-    """
+def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Notify) -> None:
+    """Fills ``folder``, which exists and is empty. Raises CheckpointError or InvalidArgument with one sentence."""
     check(checkpoint, recipe)
     arch = checkpoint.architecture
     notify(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
@@ -96,10 +93,8 @@ def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def require_servable(folder: Path, engine_properties: Mapping[str, str], arch: Architecture) -> None:
-    """Raises CheckpointError where continuous batching cannot run an exported graph, or computes something else.
-
-    What it does not know of an attention (a bias of the distance, a window) it leaves out without a word.
-    """
+    """Raises CheckpointError where continuous batching cannot run an exported graph, or leaves out a part of its
+    attention (a bias of the distance, a window), which it does without a word."""
     length = max(1, min(SERVED_PROMPT, arch.max_positions - SERVED_TOKENS))
     prompt = np.random.default_rng(0).integers(0, arch.vocab_size, (1, length))
     try:
@@ -132,21 +127,16 @@ def _answer(folder: Path, properties: Mapping[str, str], prompt: np.ndarray) -> 
     raise RuntimeError("it does not end")
 
 
-def _calibration_blocks(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], None]) -> np.ndarray:
+def _calibration_blocks(checkpoint: Checkpoint, recipe: Recipe, notify: Notify) -> np.ndarray:
     """i64[n, t] token ids of the recipe's calibration texts, or of the default ones."""
     requested = recipe.calibration or CpuCalibration()
-    texts, (encode, _, separator_id) = read_texts(requested.dataset), open_tokenizer(checkpoint)
     length = min(requested.max_seq_length, checkpoint.architecture.max_positions)
-    blocks = token_blocks(texts, encode, size=requested.size, max_seq_length=length, separator_id=separator_id)
-    if blocks.ids.max() >= checkpoint.architecture.vocab_size:
-        problem = f"the tokenizer gives id {blocks.ids.max()}; the vocabulary has {checkpoint.architecture.vocab_size}"
-        raise InvalidArgument("model", problem)
-    sequences, length = blocks.ids.shape
-    notify(f"calibrating on {sequences} sequences of {length} tokens from {requested.dataset}")
-    return blocks.ids
+    ids = read_blocks(checkpoint, requested.dataset, size=requested.size, max_seq_length=length).ids
+    notify(f"calibrating on {len(ids)} sequences of {ids.shape[1]} tokens from {requested.dataset}")
+    return ids
 
 
-def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Callable[[str], None]) -> graph.Weight:
+def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Notify) -> graph.Weight:
     """``matrix`` that says how far it has come, every two seconds at most."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     seen: set[str] = set()
@@ -168,20 +158,18 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
     if not checkpoint.eos_token_ids:
         problem = "neither generation_config.json nor config.json has an eos_token_id"
         raise CheckpointError(f"{checkpoint.folder}: {problem}")
-    if recipe.adapters and checkpoint.architecture.exported:
-        problem = f"must be left out for {checkpoint.architecture.name}, whose graph optimum-intel writes; got"
-        raise InvalidArgument("adapters", f"{problem} {', '.join(adapter.name for adapter in recipe.adapters)}")
-    if recipe.precision == "int8_sq" and recipe.adapters:
-        names = ", ".join(adapter.name for adapter in recipe.adapters)
-        problem = f"must be left out with precision 'int8_sq', which scales what adapters multiply; got {names}"
+    arch, adapters = checkpoint.architecture, ", ".join(adapter.name for adapter in recipe.adapters)
+    if adapters and arch.exported:
+        problem = f"must be left out for {arch.name}, whose graph optimum-intel writes; got {adapters}"
         raise InvalidArgument("adapters", problem)
-    if recipe.precision == "int8_sq" and checkpoint.architecture.exported:
-        problem = (
-            f"must be bf16, fp16, fp32, int8 or int4 for {checkpoint.architecture.name}, whose graph optimum-intel"
-        )
-        raise InvalidArgument("precision", f"{problem} writes; got 'int8_sq'")
-    if recipe.calibration and checkpoint.architecture.exported:
-        problem = f"needs a family the torch-free builder has; {checkpoint.architecture.name} is none"
+    if adapters and recipe.precision == "int8_sq":
+        problem = f"must be left out with precision 'int8_sq', which scales what adapters multiply; got {adapters}"
+        raise InvalidArgument("adapters", problem)
+    if recipe.precision == "int8_sq" and arch.exported:
+        problem = f"must be bf16, fp16, fp32, int8 or int4 for {arch.name}, whose graph optimum-intel writes"
+        raise InvalidArgument("precision", f"{problem}; got 'int8_sq'")
+    if recipe.calibration and arch.exported:
+        problem = f"needs a family the torch-free builder has; {arch.name} is none"
         raise InvalidArgument("calibration", problem)
     if recipe.kv_cache_precision == "bf16" and _computes_in_f32(recipe):
         raise InvalidArgument("kv_cache_precision", "must be f32, f16 or u8 with fp32 weights, got 'bf16'")

@@ -3,8 +3,6 @@
 Where it cannot work it stops with one sentence that says what to run where, and leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,6 @@ from build.recipe.recipe import Recipe
 from build.recipe.schema import TRTLLM_VERSION
 from contract.errors import EngineFailed, Unavailable
 
-HELP_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_]*")
 
 
@@ -28,11 +25,7 @@ class WrongMachine(Unavailable):
 
 
 def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
-    """The folder of the compiled engine.
-
-    recipe: one that no rule refuses. Raises WrongMachine where there is no fitting GPU, container or checkpoint,
-    EngineFailed when trtllm-build or what it wrote does not match the recipe.
-    """
+    """The compiled engine's folder. Raises WrongMachine without a GPU, container or checkpoint; EngineFailed."""
     runtime = check_machine(recipe)
     check_checkpoint(recipe, shape)
     argv = commands.compile_engine(recipe, shape)
@@ -46,15 +39,13 @@ def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
 
 def check_machine(recipe: Recipe) -> str:
     """The container runtime to use; raises WrongMachine with the one thing that is missing and where it is not."""
-    cards = hardware.present()
     again = build_it(recipe)
-    if not cards:
+    if not (cards := hardware.present()):
         raise WrongMachine(f"trtllm-build needs a GPU (R30) and this machine has none: {again}")
-    if all(card.sm != recipe.sm for card in cards):
-        here = ", ".join(sorted({f"{card.name} (SM {card.sm})" for card in cards}))
+    if all(sm != recipe.sm for _, sm in cards):
+        here = ", ".join(sorted({f"{name} (SM {sm})" for name, sm in cards}))
         raise WrongMachine(f"an engine runs only on the SM it was built on, and this machine has {here}: {again}")
-    runtime = container.runtime()
-    if runtime is None:
+    if (runtime := container.runtime()) is None:
         raise WrongMachine(f"neither trtllm-build nor docker nor enroot is on this machine: {again}")
     if "error" in os.environ.get("PYTHONWARNINGS", "") and runtime == container.INSIDE:
         print("PYTHONWARNINGS=error is left out of the build's environment (R35)", flush=True)
@@ -77,31 +68,24 @@ def check_checkpoint(recipe: Recipe, shape: Shape) -> None:
         return
     make = commands.line(commands.checkpoint(recipe, shape))
     there = f"has {ranks} rank files instead of {recipe.world_size} (R33)" if ranks else "is not there"
-    raise WrongMachine(
-        f"the checkpoint {layout.relative(folder)} {there}: make it first with `{make}` in {recipe.image}"
-    )
+    first = f"make it first with `{make}` in {recipe.image}"
+    raise WrongMachine(f"the checkpoint {layout.relative(folder)} {there}: {first}")
 
 
 def check_options(argv: list[str], recipe: Recipe, runtime: str) -> None:
-    """Holds the image's own --help against our option table, which was not read from this very image.
-
-    Raises EngineFailed when an option of ``argv`` is not there; other differences are written to the log.
-    """
-    command = [argv[0], "--help"]
-    lines = container.entered(command, recipe, runtime)
+    """Holds the image's own --help against our option table, which was not read from this very image. Raises
+    EngineFailed when an option of ``argv`` is not there; other differences are written to the log."""
+    log = layout.logs(recipe.name) / "compile.log"
+    lines = container.entered([argv[0], "--help"], recipe, runtime)
     try:
         for line in lines[:-1]:
-            container.run(line, recipe, layout.logs(recipe.name) / "compile.log")
-        text = container.output(lines[-1], recipe, HELP_TIMEOUT_S)
+            container.run(line, recipe, log)
+        text = container.output(lines[-1], recipe)
     except (OSError, subprocess.SubprocessError) as exc:
         raise EngineFailed(f"`{commands.line(lines[-1])}` does not run: {exc}") from exc
     missing, added = option_differences(text, option_table.read("trtllm_build"))
-    used = sorted(missing & {part for part in argv if part.startswith("--")})
-    if used:
-        raise EngineFailed(
-            f"trtllm-build of {recipe.image} has no {', '.join(used)}; use the image the recipe was made for"
-        )
-    log = layout.logs(recipe.name) / "compile.log"
+    if used := ", ".join(sorted(missing & {part for part in argv if part.startswith("--")})):
+        raise EngineFailed(f"trtllm-build of {recipe.image} has no {used}; use the image the recipe was made for")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"options only in our table: {sorted(missing)}; only in the image: {sorted(added)}\n")

@@ -1,14 +1,12 @@
 """How a command gets into the recipe's image: we are in it already, through docker, or through enroot."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from build.base import layout
@@ -16,20 +14,21 @@ from build.recipe import commands
 from build.recipe.recipe import Recipe
 
 INSIDE, DOCKER, ENROOT = "inside", "docker", "enroot"
+OUTPUT_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
 _PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent dies
 
 
-def runtime(environ: Mapping[str, str] | None = None) -> str | None:
+def runtime() -> str | None:
     """INSIDE where trtllm-build is here, else DOCKER or ENROOT where one is installed, else None."""
-    path = search_path(os.environ if environ is None else environ)
+    path = search_path()
     if shutil.which("trtllm-build", path=path):
         return INSIDE
     return next((name for name in (DOCKER, ENROOT) if shutil.which(name, path=path)), None)
 
 
-def search_path(environ: Mapping[str, str]) -> str:
+def search_path() -> str:
     """PATH with the folder where the image keeps its Python environment in front, as the commands in it need."""
-    return os.pathsep.join((commands.IMAGE_PATH, environ.get("PATH", os.defpath)))
+    return os.pathsep.join((commands.IMAGE_PATH, os.environ.get("PATH", os.defpath)))
 
 
 def entered(argv: Sequence[str], recipe: Recipe, name: str) -> list[list[str]]:
@@ -45,7 +44,7 @@ def entered(argv: Sequence[str], recipe: Recipe, name: str) -> list[list[str]]:
 def environment(recipe: Recipe) -> dict[str, str]:
     """The process environment of a build command: the recipe's additions, and no warnings turned into errors (R35)."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
-    return kept | {"PATH": search_path(os.environ)} | dict(recipe.environment)
+    return kept | {"PATH": search_path()} | dict(recipe.environment)
 
 
 def run(argv: Sequence[str], recipe: Recipe, log: Path) -> int:
@@ -82,15 +81,10 @@ def _end_with_the_driver() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def output(argv: Sequence[str], recipe: Recipe, timeout_s: float) -> str:
+def output(argv: Sequence[str], recipe: Recipe) -> str:
     """What a short command prints, its error output included; raises OSError or subprocess.SubprocessError."""
+    where, env = layout.ROOT, environment(recipe)
     done = subprocess.run(
-        list(argv),
-        cwd=layout.ROOT,
-        env=environment(recipe),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=True,
+        list(argv), cwd=where, env=env, capture_output=True, text=True, timeout=OUTPUT_TIMEOUT_S, check=True
     )
     return done.stdout + done.stderr

@@ -4,11 +4,9 @@ No text depends on the draft model, only speed does. So it has no quality budget
 of its tokens would be accepted that drafting with it takes longer than not drafting.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from openvino import Type, op
 from openvino import opset13 as ops
 
 from build.base.checkpoint import Checkpoint
+from build.base.program import Notify
 from build.model import detokenizer
 from build.model.openvino_engine import OpenVinoEngine
 from build.package import compile_cpu
@@ -32,7 +31,7 @@ STEPS = 24
 
 
 def own_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe by which the draft model itself is built."""
+    """The recipe by which the draft model itself is built."""
     spec = recipe.speculative_decoding
     assert spec is not None and spec.draft is not None and spec.draft_precision is not None
     return recipe.changed(
@@ -46,7 +45,7 @@ def own_recipe(recipe: Recipe) -> Recipe:
 
 
 def check(checkpoint: Checkpoint, draft: Checkpoint) -> None:
-    """Raise InvalidArgument where the ids of the two models do not mean the same."""
+    """Raises InvalidArgument where the ids of the two models do not mean the same."""
     sizes = [each.architecture.vocab_size for each in (checkpoint, draft)]
     if sizes[0] != sizes[1]:
         raise InvalidArgument(KEY, f"must have the vocabulary of the model, {sizes[0]} ids, got {sizes[1]}")
@@ -59,9 +58,7 @@ def check(checkpoint: Checkpoint, draft: Checkpoint) -> None:
         raise InvalidArgument(KEY, f"must have the vocabulary of the model, got another token at id {id}: {token!r}")
 
 
-def build(
-    checkpoint: Checkpoint, draft: Checkpoint, recipe: Recipe, folder: Path, notify: Callable[[str], None]
-) -> None:
+def build(checkpoint: Checkpoint, draft: Checkpoint, recipe: Recipe, folder: Path, notify: Notify) -> None:
     """Write ``folder/draft``. Both folders get what lets OpenVINO GenAI see that the tokenizers are equal."""
     inside = folder / DRAFT
     inside.mkdir()
@@ -84,12 +81,8 @@ def _write_encoder(folder: Path) -> None:
 
 
 def gain(agreement: float, cost: float, length: int) -> float:
-    """Return the tokens in the time of one without drafts.
-
-    agreement: probability that a draft token is accepted, if those before it were.
-    cost: of a draft token, in steps of the main model.
-    length: draft tokens of a step.
-    """
+    """Tokens in the time of one without drafts, of which a step has ``length``. agreement: probability that a draft
+    token is accepted, if those before it were. cost: of a draft token, in steps of the main model."""
     return sum(agreement**i for i in range(length + 1)) / (1 + length * cost)
 
 
@@ -102,14 +95,10 @@ def measure(
     against: ReferenceRun,
     accept: str | None,
 ) -> dict[str, object]:
-    """Return the draft model's scores for the manifest: agreement on held-out text, and the time of a token.
+    """The draft model's scores for the manifest: agreement on held-out text, and the time of a token.
 
-    properties: of both.
-    folder: of ``engine``, with the draft model in it.
-    accept: why it is used even where it gains nothing.
-
-    Raises:
-        InvalidArgument: drafting with it takes longer than not drafting.
+    properties: of both. folder: of ``engine``, with the draft model in it.
+    Raises InvalidArgument where drafting takes longer than not drafting and ``accept`` does not say why it is used.
     """
     spec, inside = recipe.speculative_decoding, folder / DRAFT
     assert spec is not None
@@ -118,19 +107,17 @@ def measure(
     agreement = pairs[DRAFT].top1_agreement
     cost = _step_s(small, against.blocks[0]) / _step_s(engine, against.blocks[0])
     expected = gain(agreement, cost, spec.max_draft_len)
-    words = (
-        f"agrees with the engine on {agreement:.1%} of {against.blocks.size} tokens and takes {cost:.2f} of its time: "
-        f"{spec.max_draft_len} drafts a step make at most {expected:.2f} times the tokens"
-    )
+    words = f"agrees with the engine on {agreement:.1%} of {against.blocks.size} tokens and takes {cost:.2f} of its "
+    words += f"time: {spec.max_draft_len} drafts a step make at most {expected:.2f} times the tokens"
     against.notify(f"verify: the draft model {words}")
     if expected <= 1 and not accept:
         raise InvalidArgument(KEY, f"must be a model whose drafts gain; {spec.draft} {words}")
-    scores = {"top1_agreement": agreement, "cost": cost, "expected_gain": expected}
-    return {**scores, "override": accept if expected <= 1 else None}
+    override = accept if expected <= 1 else None
+    return {"top1_agreement": agreement, "cost": cost, "expected_gain": expected, "override": override}
 
 
 def _step_s(engine: OpenVinoEngine, ids: np.ndarray) -> float:
-    """Return the CPU time of reading one token, the median of STEPS, after as many to warm up."""
+    """CPU time of reading one token, the median of STEPS, after as many to warm up."""
     taken = []
     for end in range(1, min(2 * STEPS, len(ids)) + 1):
         started_s = time.process_time()

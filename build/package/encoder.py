@@ -8,24 +8,21 @@ Neither torch nor sentence-transformers is needed. Before the engine is publishe
 the checkpoint in f32, one text at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from build.base import digest, layout, wheel
-from build.base.checkpoint import TOKENIZER_FILES, CheckpointError
+from build.base.checkpoint import TOKENIZER_FILES
 from build.base.encoder_checkpoint import EncoderCheckpoint, kind_of, open_encoder
 from build.base.fetch import fetch, local_path
+from build.base.json_fields import CheckpointError
+from build.base.program import Notify
 from build.package import engine_folder
 from build.recipe import provenance
 from build.recipe import recipe as recipes
@@ -35,22 +32,11 @@ from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.manifest import EngineManifest, hash_files, load, verify
 from python_backends.encoder.tokens import Tokens
 
-Notify = Callable[[str], None]
 # Sources that shape the files; tests/build/package/test_encoder.py says which imports are left out.
-_BUILDER = (
-    "base/architecture.py",
-    "base/checkpoint.py",
-    "base/encoder_checkpoint.py",
-    "base/gguf_file.py",
-    "base/numerics.py",
-    "base/rope.py",
-    "base/shards.py",
-    "model/encoder_graph.py",
-    "model/graph.py",
-    "model/openvino_engine.py",
-    "model/weights.py",
-    "package/encoder.py",
-)
+_BUILDER = """
+    base/architecture.py base/checkpoint.py base/encoder_checkpoint.py base/gguf_file.py base/numerics.py base/rope.py
+    base/shards.py model/encoder_graph.py model/graph.py model/openvino_engine.py model/weights.py package/encoder.py
+""".split()
 EXACT = "fp32"  # the precision that others are compared with
 LONGEST = 8192  # tokens of a text where neither recipe nor sentence-transformers' files set a limit
 PROCESS_BYTES = 350 * 1024**2  # resident size of the encoder's process before any weight (measured)
@@ -70,7 +56,6 @@ def recipe_for(
 ) -> EncoderRecipe | None:
     """The recipe of an encoder named ``engine``, or made for ``model``; None where either is a generating model.
 
-    An engine made from a given model has no recipe file; later calls read its recipe from the manifest.
     download: whether a model that is not here may be fetched to learn what it is.
     """
     if model is None:
@@ -83,15 +68,18 @@ def recipe_for(
         there = local_path(model)
         folder = fetch(model) if there is None and download else there
         kind = kind_of(folder) if folder is not None and (folder / "config.json").is_file() else None
-        name = engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_")
-        is_path = there is not None and not model.startswith(wheel.PREFIX)
-        given = str(layout.relative(there)) if there is not None and is_path else model
-        path, table = layout.RECIPES / f"{name}.toml", {"kind": kind, "model": given}
+        path = layout.RECIPES / f"{engine or recipes.name_for(model)}.toml"
+        table = {"kind": kind, "model": named(model, there)}
     if table.get("kind") not in KINDS:
         return None
     if precision is not None:
         table = table | {"precision": precision if precision not in ("exact", "auto") else EXACT}
     return recipes.encoder({key: value for key, value in table.items() if value not in (None, "")}, path)
+
+
+def named(model: str, there: Path | None) -> str:
+    """What a recipe calls a model that was given: a path from the repository's root, any other name as it is."""
+    return model if there is None or model.startswith(wheel.PREFIX) else str(layout.relative(there))
 
 
 def build(recipe: EncoderRecipe, into: Path, notify: Notify, accept: str | None = None) -> Path:
@@ -116,9 +104,8 @@ def build(recipe: EncoderRecipe, into: Path, notify: Notify, accept: str | None 
         with engine_folder.replacement(folder) as partial:
             scores = _write(recipe, checkpoint, _tokens(checkpoint), partial)
             _judge(recipe, scores, accept)
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             files = hash_files(partial)
-            dataclasses.replace(requested, created=now, files=files, evaluation=scores).save(partial)
+            dataclasses.replace(requested, created=provenance.now(), files=files, evaluation=scores).save(partial)
         megabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         took = f"{megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s"
         notify(f"{layout.relative(folder)} is ready: {took}; {_words(scores)}")
@@ -255,11 +242,12 @@ def _judge(recipe: EncoderRecipe, scores: dict[str, object], accept: str | None)
     measured = float(str(scores["largest_error" if rerank else "least_cosine"]))
     passed = measured <= bound if rerank else measured >= bound
     scores |= {"bound": bound, "passed": passed}
-    if not passed and accept is None:
+    if passed:
+        return
+    if accept is None:
         kind = "at most" if rerank else "at least"
         raise EngineFailed(f"{recipe.name}: {_words(scores)}; must be {kind} {bound} with {recipe.precision} weights")
-    if not passed:
-        scores["accepted"] = accept
+    scores["accepted"] = accept
 
 
 def _words(scores: dict[str, object]) -> str:

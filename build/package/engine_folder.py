@@ -4,17 +4,15 @@ Files are written to ``<name>.partial-<pid>/``, which takes the name of the engi
 After a kill at any point the old engine (or none) is there; the next build removes what the killed one left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
+from build.base.program import Notify
 from contract.errors import EngineFailed
 
 
@@ -27,9 +25,14 @@ def make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_builder(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
+def only_builder(folder: Path, notify: Notify) -> Iterator[None]:
     """Holds the engine's lock, waiting for another builder to finish; the kernel drops it with the process."""
-    with _opened(folder.with_name(f".{folder.name}.lock")) as lock:
+    try:
+        lock = folder.with_name(f".{folder.name}.lock").open("w")
+    except OSError as exc:
+        problem = f"{folder.parent}: must be a folder that can be written to, got: {exc.strerror}"
+        raise EngineFailed(problem) from exc
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -37,13 +40,6 @@ def only_builder(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         _clean_up(folder)
         yield
-
-
-def _opened(path: Path) -> TextIO:
-    try:
-        return path.open("w")
-    except OSError as exc:
-        raise EngineFailed(f"{path.parent}: must be a folder that can be written to, got: {exc.strerror}") from exc
 
 
 def require_room(folder: Path, needed: int) -> None:

@@ -7,8 +7,6 @@ matrices over the ranks itself. The LLM API reads PEFT's own files.
     model.lora_config.npy     int32[1, rows, 3]: id of the module, layer, r
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -25,10 +23,9 @@ from python_backends.adapter_weights import BF16, CONFIG_FILE, WEIGHTS_FILE, ada
 
 
 def package(recipe: Recipe, model: Checkpoint, engine: Path, dtype: str) -> list[Path]:
-    """Write the recipe's adapters into the engine's folder, in place of earlier ones. dtype: of the model.
+    """Writes the recipe's adapters into the engine's folder, in place of earlier ones. dtype: of the model.
 
-    Raises:
-        InvalidArgument: as ``lora_adapter.open_adapter``, or the kind cannot read what the adapter holds.
+    Raises InvalidArgument as ``lora_adapter.open_adapter``, and where the kind cannot read what the adapter holds.
     """
     shutil.rmtree(engine / "adapters", ignore_errors=True)
     files: list[Path] = []

@@ -5,8 +5,6 @@ changed; so a build goes on after a kill, and on the GPU machine with what was m
 printed before it runs, and its output kept in ``engines/<engine>/logs/<stage>.log``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -21,12 +19,12 @@ from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch
 from build.base.hardware import present
 from build.base.json_fields import BadField, read_object
-from build.base.shape import Shape
+from build.base.program import Notify
 from build.base.stage_record import StageRecords
 from build.model import lora_adapter
 from build.package import compile_trtllm, container, engine_folder, model_configs, side_files
 from build.package import plan as plans
-from build.package.stage import CONTAINER, Stage
+from build.package.plan import CONTAINER, Stage
 from build.quality import evaluation
 from build.quantise import environment
 from build.recipe import commands, provenance
@@ -34,48 +32,34 @@ from build.recipe.recipe import Recipe
 from build.recipe.verdict import require
 from contract.errors import EngineFailed, Unavailable
 
-Notify = Callable[[str], None]
-
-STEPS = tuple(f"trtllm/{model}.pbtxt" for model in model_configs.BARE_ENGINE_STEPS)
 # The sources that decide what a stage leaves. A change in one makes the stage run again. Which imports of quantise and
 # verify are left out, tests/build/package/test_gpu_engine.py says.
+_QUANTISE = """
+    base/architecture.py base/rope.py demo_model/corpus.py model/calibration.py quantise/exporters.py
+    quantise/quantize.py recipe/quantization.py
+""".split()
 SOURCES = {
-    "quantise": (
-        "base/architecture.py",
-        "base/rope.py",
-        "demo_model/corpus.py",
-        "model/calibration.py",
-        "quantise/exporters.py",
-        "quantise/quantize.py",
-        "recipe/quantization.py",
-    ),
-    "verify": (
-        "base/architecture.py",
-        "base/checkpoint.py",
-        "base/numerics.py",
-        "base/rope.py",
-        "base/shards.py",
-        "demo_model/corpus.py",
-        "model/calibration.py",
-        "model/decoder.py",
-        "quality/comparison.py",
-        "quality/evaluation.py",
-        "quality/sanity.py",
-        "quantise/hf_quantised.py",
-        "quantise/quantised_linear.py",
-        "quantise/trtllm_checkpoint.py",
-    ),
-    "compile": (),
-    "package": ("package/model_configs.py", "package/gpu_adapters.py", *STEPS),
+    "quantise": _QUANTISE,
+    "convert": _QUANTISE,
+    "verify": """
+        base/architecture.py base/checkpoint.py base/numerics.py base/rope.py base/shards.py demo_model/corpus.py
+        model/calibration.py model/decoder.py quality/comparison.py quality/evaluation.py quality/sanity.py
+        quantise/hf_quantised.py quantise/quantised_linear.py quantise/trtllm_checkpoint.py
+    """.split(),
+    "compile": [],
+    "package": [
+        "package/model_configs.py",
+        "package/gpu_adapters.py",
+        *(f"trtllm/{model}.pbtxt" for model in model_configs.BARE_ENGINE_STEPS),
+    ],
 }
-SOURCES["convert"] = SOURCES["quantise"]
 
 
 def build(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
-    """The engine's folder, every stage done. ``accept``: why an engine beyond its quality budget is packaged.
+    """The engine's folder, every stage done. accept: why an engine beyond its quality budget is packaged.
 
     Raises verdict.Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
-    machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
+    machine (what is finished stays finished), EngineFailed where a program failed.
     """
     folder = layout.ENGINES / recipe.name
     engine_folder.make(layout.ENGINES)
@@ -92,7 +76,8 @@ class _Build:
     def run(self) -> Path:
         recipe = self._recipe
         model = self._fetch()
-        plan = plans.make(recipe, self._shape())
+        self._shape = shapes.find(recipe.model, revision=recipe.revision)
+        plan = plans.make(recipe, self._shape)
         require(recipe, plan.findings)
         for finding in plan.findings:
             self._notify(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
@@ -115,26 +100,18 @@ class _Build:
         return self._folder
 
     def _fetch(self) -> Checkpoint:
-        argv = commands.fetch(self._recipe)
-        if argv is None:
-            return self._opened(fetch(self._recipe.model))
-        self._notify(f"fetch: $ {commands.line(environment.run_by(argv))}")
-        into = layout.fetched_model(self._recipe.model, self._recipe.revision)
-        return self._opened(fetch(self._recipe.model, self._recipe.revision, into))
-
-    def _shape(self) -> Shape:
-        return shapes.find(self._recipe.model, revision=self._recipe.revision)
-
-    def _opened(self, folder: Path) -> Checkpoint:
+        model, revision = self._recipe.model, self._recipe.revision
+        if (argv := commands.fetch(self._recipe)) is None:
+            folder = fetch(model)
+        else:
+            self._notify(f"fetch: $ {commands.line(environment.run_by(argv))}")
+            folder = fetch(model, revision, layout.fetched_model(model, revision))
         checkpoint = open_checkpoint(folder)
         side_files.check(folder, self._notify)
         return checkpoint
 
     def _stage(self, stage: Stage, inputs: str, run: Callable[[Stage], Sequence[Path]]) -> str:
-        """Runs the stage unless it is done; the digest of what it made and of what that was made from.
-
-        inputs: a digest of what the stages it builds on made.
-        """
+        """Runs the stage unless it is done; a digest of what it made, as ``inputs`` is of the stages it builds on."""
         key = digest.sha256_json([inputs, list(stage.argv), self._sources(stage.name)])
         problem = self._records.problem(stage.name, key)
         if problem is None:
@@ -156,7 +133,7 @@ class _Build:
         sources = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
         recipe = self._recipe
         if stage in ("quantise", "convert"):
-            placed = commands.put_in_place(recipe, self._shape())
+            placed = commands.put_in_place(recipe, self._shape)
             sources |= {"modelopt": commands.modelopt(), "heads": str(placed and commands.draft_mode(recipe))}
             if texts := provenance.texts_sha256(recipe.texts.dataset):
                 sources["texts"] = texts
@@ -174,18 +151,16 @@ class _Build:
     def _quantise(self, stage: Stage) -> list[Path]:
         output, mode = layout.checkpoint(self._recipe.name), commands.draft_mode(self._recipe)
         where, architecture = layout.relative(output), _architecture(output)
-        if commands.put_in_place(self._recipe, self._shape()):
+        if commands.put_in_place(self._recipe, self._shape):
             begins = commands.HEADS[str(mode)]
             if not architecture.startswith(begins):
-                raise Unavailable(
-                    f"{where}/config.json: architecture must begin with {begins!r}, got {architecture or 'no file'}: "
-                    f"no stage makes the draft heads of mode {mode!r}, so put the checkpoint in place first (rule U2)"
-                )
+                problem = f"architecture must begin with {begins!r}, got {architecture or 'no file'}"
+                why = f"no stage makes the draft heads of mode {mode!r}, so put the checkpoint in place first (rule U2)"
+                raise Unavailable(f"{where}/config.json: {problem}: {why}")
             return [output]
         if any(other != mode and architecture.startswith(begins) for other, begins in commands.HEADS.items()):
-            raise EngineFailed(
-                f"{where} is a checkpoint of {architecture}, which this recipe does not make: move it away"
-            )
+            problem = f"is a checkpoint of {architecture}, which this recipe does not make: move it away"
+            raise EngineFailed(f"{where} {problem}")
         lines = self._quantise_lines(stage)
         shutil.rmtree(output, ignore_errors=True)
         self._execute(stage, lines)
@@ -195,17 +170,15 @@ class _Build:
         """In the container where this machine could compile too, else by our own stage where it can."""
         if stage.where != CONTAINER:
             return [environment.run_by(stage.argv)]
-        runtime = container.runtime() if any(card.sm == self._recipe.sm for card in present()) else None
+        runtime = container.runtime() if any(sm == self._recipe.sm for _, sm in present()) else None
         if runtime is not None:
             return container.entered(stage.argv, self._recipe, runtime)
         if stage.instead:
             return [environment.run_by(stage.instead)]
-        problem = commands.problem_on_cpu(self._recipe)
-        raise Unavailable(
-            f"{stage.name} needs a GPU of SM {self._recipe.sm} and the image {self._recipe.image}, because "
-            f"build.quantise.quantize {problem}: run "
-            f"`{commands.line(commands.build_engine(self._recipe))}` on such a machine"
-        )
+        needs = f"{stage.name} needs a GPU of SM {self._recipe.sm} and the image {self._recipe.image}"
+        why = f"build.quantise.quantize {commands.problem_on_cpu(self._recipe)}"
+        run = commands.line(commands.build_engine(self._recipe))
+        raise Unavailable(f"{needs}, because {why}: run `{run}` on such a machine")
 
     def _verify(self, stage: Stage) -> list[Path]:
         accepted = () if self._accept is None else ("--accept-quality", self._accept)
@@ -216,9 +189,9 @@ class _Build:
         output, built_on = layout.compiled(self._recipe.name), layout.built_on(self._recipe.name)
         runtime = compile_trtllm.check_machine(self._recipe)
         shutil.rmtree(output, ignore_errors=True)
-        compile_trtllm.compile_trtllm(self._recipe, self._shape())
+        compile_trtllm.compile_trtllm(self._recipe, self._shape)
         lines = container.entered(["python3", "server/machine.py"], self._recipe, runtime)
-        built_on.write_text(_answer(container.output(lines[-1], self._recipe, 300)) + "\n")
+        built_on.write_text(_answer(container.output(lines[-1], self._recipe)) + "\n")
         return [output, built_on]
 
     def _execute(self, stage: Stage, lines: Sequence[Sequence[str]]) -> None:
@@ -248,7 +221,5 @@ def _answer(output: str) -> str:
 def _failure(stage: str, status: int, log: Path) -> str:
     """The program's own last sentence where it gave one."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    message = next((line.partition("error: ")[2] for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
-    where = f"its output is in {layout.relative(log)}"
-    reason = f": {message}" if message else ""
-    return f"{stage} failed with status {status}{reason} ({where})"
+    reason = next((line.removeprefix("error") for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
+    return f"{stage} failed with status {status}{reason} (its output is in {layout.relative(log)})"

@@ -8,14 +8,11 @@ Tensors are those of ``contract.tensors`` that the C++ backend has; how it wants
 comes from ``build/trtllm/triton_contract_1.x.json``. The text is parsed by Triton's own protobuf before it is written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import textwrap
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 
@@ -41,17 +38,11 @@ BARE_ENGINE_STEPS = ("ensemble", "ensemble_packed", "detokenizer", "detokenizer_
 SOURCES = ("package/model_configs.py", "package/compile_trtllm.py", "recipe/commands.py", "quantise/quantize.py")
 LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE = 64, 4
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
-PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's after TYPE_
 LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
-PLACEHOLDER_TYPE = {"${logits_datatype}": LOGITS_TYPE}
 LOGITS_OUTPUT = {"context_logits": "gather_context_logits", "generation_logits": "gather_generation_logits"}
 DRAFT_OUTPUTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
-DECODING_MODE = {
-    "lookahead_decoding": "lookahead",
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "explicit_draft_tokens": "redrafter",
-}
+DECODING_MODE = {"lookahead_decoding": "lookahead", "medusa": "medusa", "eagle": "eagle"}
+DECODING_MODE |= {"explicit_draft_tokens": "redrafter"}
 
 
 @lru_cache
@@ -82,10 +73,8 @@ def parameters(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     yield "gpt_model_path", path, "From the folder tritonserver is started in, which is the repository root."
     policy, why = "guaranteed_no_evict", "A request is scheduled once its KV cache is certain: none is paused half-way."
     if recipe.optimize_for == "throughput":
-        policy, why = (
-            "max_utilization",
-            "The batch is filled before KV is certain; a sequence may be paused and redone.",
-        )
+        policy = "max_utilization"
+        why = "The batch is filled before KV is certain; a sequence may be paused and redone."
     yield "batch_scheduler_policy", policy, why
     share = "Of the memory left once the engine is loaded"
     bound = ", at most the tokens below." if recipe.kv_cache_tokens else "."
@@ -192,16 +181,16 @@ def _scheduling(recipe: Recipe) -> str:
 def _tensor_list(side: str, names: list[str]) -> str:
     ours = {tensor.name: tensor for tensor in (*tensors.ENGINE_INPUTS, *tensors.ENGINE_OUTPUTS)}
     rows = [_tensor(contract()[side][name], ours.get(name)) for name in names]
-    last = len(rows) - 1
-    body = [f"  {row}{',' if n < last else ' '}  # {note}" for n, (row, note) in enumerate(rows)]
+    ends = [","] * (len(rows) - 1) + [" "]
+    body = [f"  {row}{end}  # {note}" for (row, note), end in zip(rows, ends, strict=True)]
     return "\n".join([f"{side} [", *body, "]", ""])
 
 
 def _tensor(theirs: dict, ours: Tensor | None) -> tuple[str, str]:
     """The tensor's entry, and its shape on the wire for the comment."""
-    datatype = PLACEHOLDER_TYPE.get(theirs["data_type"], theirs["data_type"])
+    datatype = LOGITS_TYPE if theirs["data_type"] == "${logits_datatype}" else theirs["data_type"]
     if ours is not None:
-        expected = PBTXT_TYPE.get(ours.datatype, f"TYPE_{ours.datatype}")
+        expected = f"TYPE_{ours.datatype.replace('BYTES', 'STRING')}"
         same = datatype == expected and tuple(theirs["dims"]) == ours.dims
         assert same, f"{ours.name}: contract/tensors.py and the backend's contract differ"
     dims = ", ".join(map(str, theirs["dims"]))
@@ -226,15 +215,15 @@ def _render_llmapi(recipe: Recipe) -> str:
     return head + body.replace('backend: "python"', program)
 
 
-def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | None = None) -> list[Path]:
+def package(recipe: Recipe, shape: Shape, model: Checkpoint) -> list[Path]:
     """Writes configurations, tokenizer files and, last, the manifest; the files in the engine's folder.
 
     Raises EngineFailed where what is packaged is missing, not the recipe's, or was not verified.
     """
     folder = layout.ENGINES / recipe.name
-    write(recipe, repository or layout.MODEL_REPOSITORY)
+    write(recipe, layout.MODEL_REPOSITORY)
     if recipe.kind == TRTLLM:
-        write_steps(recipe, repository or layout.MODEL_REPOSITORY)
+        write_steps(recipe, layout.MODEL_REPOSITORY)
     model.copy_side_files(folder)
     built = layout.compiled(recipe.name) if recipe.kind == TRTLLM else layout.checkpoint(recipe.name)
     if follows_grammars(recipe):
@@ -247,7 +236,7 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
     served = [*files, *(path for path in sorted(built.rglob("*")) if path.is_file())]
     manifest = dataclasses.replace(
         provenance.manifest(recipe, model, _versions(recipe)),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=provenance.now(),
         max_num_tokens=commands.max_num_tokens(recipe),
         properties={"lora_target_modules": " ".join(commands.lora_modules(recipe)[0])} if recipe.adapters else {},
         files={str(path.relative_to(folder)): digest.sha256_file(path) for path in served},
@@ -275,7 +264,7 @@ def _json(path: Path) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
+def write(recipe: Recipe, repository: Path) -> Path:
     """Writes the engine's configuration, whole or not at all; the path of the file.
 
     Raises EngineFailed when the compiled engine is missing or not the recipe's, or the quality gate refused it.
@@ -286,7 +275,7 @@ def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
     return _write_config(repository, "engine", recipe.name, render(recipe))
 
 
-def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
+def write_steps(recipe: Recipe, repository: Path) -> list[Path]:
     """Writes the variants of the other steps around a compiled engine, under the engine's name."""
     texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
     texts |= {step: with_inflight_limit(texts[step], recipe.max_batch_size) for step in BARE_ENGINE_STEPS[:2]}
@@ -298,8 +287,8 @@ def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> l
 def with_inflight_limit(ensemble: str, max_batch_size: int) -> str:
     """The ensemble's configuration with max_inflight_requests set for an engine of that batch size.
 
-    The limit is shared by all requests and counts them at every step, so it must not be lower than what the engine may
-    hold: one batch running and one waiting (its queue). Twice that leaves the detokenizer two responses for each.
+    All requests share the limit, counted at every step: not lower than what the engine may hold, one batch running and
+    one waiting (its queue). Twice that leaves the detokenizer two responses for each.
     """
     limit = max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE * max_batch_size)
     changed, count = re.subn(r"(?m)^( *max_inflight_requests: )\d+$", rf"\g<1>{limit}", ensemble)

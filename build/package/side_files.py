@@ -1,13 +1,10 @@
 """The tokenizer and the chat template of a checkpoint, opened as serving will open them before anything long starts."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from build.base.checkpoint import CheckpointError
-from build.base.json_fields import BadField, Fields, read_object, shown
+from build.base.json_fields import BadField, CheckpointError, Fields, line_of, read_object, shown
+from build.base.program import Notify
 from contract.errors import InvalidArgument, NotFound
 
 SIMPLEST_CHAT = json.dumps([{"role": "user", "content": "Hello"}])
@@ -15,16 +12,13 @@ SAMPLE = "def read_json(path):\n    return 1  # é 你好"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def check(folder: Path, notify: Callable[[str], None]) -> None:
-    """Raises CheckpointError for a tokenizer.json or chat template that serving could not load.
-
-    A template that compiles and refuses a single user message is a warning: it may want a system message or tools,
-    and prompts sent as text never reach it.
-    """
+def check(folder: Path, notify: Notify) -> None:
+    """Raises CheckpointError for a tokenizer.json or chat template that serving could not load. A template that refuses
+    a single user message is a warning: it may want a system message or tools, and prompts sent as text never reach
+    it."""
     _load_tokenizer(folder / "tokenizer.json")
     _check_tokenizer_config(folder / "tokenizer_config.json")
-    problem = _chat_problem(folder)
-    if problem:
+    if problem := _chat_problem(folder):
         notify(f"warning: the chat template refuses a single user message: {problem}")
 
 
@@ -53,11 +47,11 @@ def _load_tokenizer(path: Path) -> None:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
         tokenizer.decode(tokenizer.encode(SAMPLE).ids)
     except Exception as exc:  # the library raises nothing narrower
-        raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {_line(exc)}") from exc
+        raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {line_of(exc)}") from exc
     try:
         Decoding(tokenizer)
     except InvalidArgument as exc:
-        raise CheckpointError(f"{path}: {_line(exc)}") from exc
+        raise CheckpointError(f"{path}: {line_of(exc)}") from exc
 
 
 def _check_tokenizer_config(path: Path) -> None:
@@ -96,17 +90,13 @@ def _chat_problem(folder: Path) -> str | None:
         template = ChatTemplate(folder)
         template.render(SIMPLEST_CHAT)
     except jinja2.TemplateSyntaxError as exc:
-        raise CheckpointError(f"{path}: chat_template does not compile: line {exc.lineno}: {_line(exc)}") from exc
+        raise CheckpointError(f"{path}: chat_template does not compile: line {exc.lineno}: {line_of(exc)}") from exc
     except (OSError, ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{path}: chat_template cannot be read: {_line(exc)}") from exc
+        raise CheckpointError(f"{path}: chat_template cannot be read: {line_of(exc)}") from exc
     except InvalidArgument as exc:
-        return _line(exc)
+        return line_of(exc)
     except AttributeError as exc:
-        raise CheckpointError(f"{path}: chat_template fails on a single user message: {_line(exc)}") from exc
+        raise CheckpointError(f"{path}: chat_template fails on a single user message: {line_of(exc)}") from exc
     except NotFound:
-        return None  # no template: prompts come as text
+        pass  # no template: prompts come as text
     return None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

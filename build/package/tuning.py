@@ -3,7 +3,8 @@
 What the plugin computes the same weights in changes speed by up to two times, and in the other direction on another
 CPU; keys and values in 16 bits are read without being widened, and take up to twice the memory. Each setting is opened
 as the server opens it, all in one process, and they take turns. The fastest one that passes the quality gate is served;
-the figures of all are in the manifest under ``evaluation.tuning``.
+the figures of all are in the manifest under ``evaluation.tuning``. So is, under ``evaluation.draft_length``, how many
+tokens prompt lookup drafts at most.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +20,14 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from build.base import host
+from build.base import hardware
 from build.base.architecture import Architecture
+from build.base.program import Notify
 from build.package import compile_cpu
 from build.recipe import memory
 from build.recipe.recipe import Recipe
 from build.recipe.schema import MEASURED_KV
-from contract.scheduling import BLOCK_TOKENS
+from contract.scheduling import BLOCK_TOKENS, SHARED_DRAFT
 
 STREAMS = (1, 8, 32)
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 128  # of the load whose tokens per second decide
@@ -40,7 +42,10 @@ ROUNDS = 8
 STEPS = 4  # of a round, at each number of streams
 _READ_TOKENS = 512
 _LONGEST = PROMPT_TOKENS + 4 * ROUNDS * STEPS  # tokens of a sequence, at most: none ends before end()
-_NUMBERS = itertools.count()
+# A step with eight drafts made 1.2 times the tokens of one with three on prose, 2.2 times on text that repeats itself.
+LONGER = 1.25
+DRAFTING_ROUNDS, DRAFTING_STEPS = 4, 6
+_DRAFTING_PROMPT = 64  # tokens
 
 
 @dataclass
@@ -52,10 +57,8 @@ class Measured:
     reads_s: list[float] = field(default_factory=list)
 
     def tokens_per_s(self) -> dict[int, float]:
-        """By streams, of a load with prompts of PROMPT_TOKENS and answers of ANSWER_TOKENS.
-
-        From the fastest steps: others were kept waiting by what else uses the machine.
-        """
+        """By streams, of a load with prompts of PROMPT_TOKENS and answers of ANSWER_TOKENS. From the fastest steps:
+        others were kept waiting by what else uses the machine."""
         prompt_s = min(self.reads_s) * PROMPT_TOKENS / _READ_TOKENS
         steps = {streams: min(taken) for streams, taken in self.steps_s.items()}
         return {n: n * ANSWER_TOKENS / (n * prompt_s + ANSWER_TOKENS * step_s) for n, step_s in steps.items()}
@@ -71,11 +74,9 @@ class Measured:
         return {"properties": dict(self.properties), "tokens_per_s": speeds}
 
 
-def measure(folder: Path, recipe: Recipe, arch: Architecture, notify: Callable[[str], None]) -> list[Measured]:
-    """Every setting worth serving the engine in ``folder`` with, the fastest first and the plugin's own last.
-
-    An engine whose recipe leaves no choice, or one too small or large to be measured, has the plugin's own alone.
-    """
+def measure(folder: Path, recipe: Recipe, arch: Architecture, notify: Notify) -> list[Measured]:
+    """Every setting worth serving the engine in ``folder`` with, the fastest first and the plugin's own last: it alone
+    where the recipe leaves no choice, or the engine is too small or large to be measured."""
     found = [Measured(each) for each in properties(recipe, arch)]
     if len(found) == 1 or not LEAST_PARAMETERS <= arch.num_parameters() <= MOST_PARAMETERS:
         return found[:1]
@@ -104,7 +105,7 @@ def properties(recipe: Recipe, arch: Architecture) -> list[dict[str, str]]:
     changes: list[dict[str, str]] = [{}, *(SETTINGS if recipe.precision in ("int8", "int4") and not exact else ())]
     found = [own | changed for changed in changes]
     wider = recipe.changed(kv_cache_precision=MEASURED_KV[-1])
-    at_hand = MEMORY_SHARE * (host.memory_bytes() or 0)
+    at_hand = MEMORY_SHARE * (hardware.memory_bytes() or 0)
     if recipe.kv_cache_measured and memory.footprint(wider, arch).total_bytes <= at_hand:
         found += [each | {"KV_CACHE_PRECISION": wider.kv_cache_precision} for each in found]
     return found
@@ -122,47 +123,101 @@ def ranked(found: list[Measured]) -> list[Measured]:
     return [*(found[n] for n in order if gains[n] >= WORTH), found[0]]
 
 
-class _Steps:
+def draft_length(
+    folder: Path, recipe: Recipe, properties: Mapping[str, str], arch: Architecture, notify: Notify
+) -> dict[str, object] | None:
+    """The most draft tokens of a step of prompt lookup, with the milliseconds by length; None without a choice.
+
+    Every such step computes as many positions as it may draft, found or not. Eight cost little on processors with 8-bit
+    or 16-bit matrix instructions; on others such a step takes up to twice as long as one with three.
+    """
+    spec = recipe.speculative_decoding
+    if spec is None or spec.mode != "prompt_lookup" or spec.max_draft_len <= SHARED_DRAFT:
+        return None
+    if not LEAST_PARAMETERS <= arch.num_parameters() <= MOST_PARAMETERS:
+        return None
+    pipeline = _Pipeline(folder, {**properties, "prompt_lookup": True}, 16 * _DRAFTING_PROMPT // BLOCK_TOKENS)
+
+    def steps_s(length: int) -> list[float]:
+        most = DRAFTING_STEPS * (length + 1) + 2
+        options = {"num_assistant_tokens": length, "max_ngram_size": spec.ngram_size or 0}
+        handle = pipeline.add(_DRAFTING_PROMPT, most, **options)
+        while not handle.can_read():
+            pipeline.step_s()
+        taken = [pipeline.step_s() for _ in range(DRAFTING_STEPS)]
+        pipeline.cancel(handle)
+        return taken
+
+    steps_s(SHARED_DRAFT)  # the first ones take longer
+    taken: dict[int, list[float]] = {SHARED_DRAFT: [], spec.max_draft_len: []}
+    for _ in range(DRAFTING_ROUNDS):
+        for length in taken:
+            taken[length] += steps_s(length)
+    milliseconds = {length: round(1e3 * min(found), 2) for length, found in taken.items()}
+    length = longer_if_cheap(milliseconds)
+    told = ", ".join(f"{ms:.1f} ms with {drafts}" for drafts, ms in milliseconds.items())
+    notify(f"a step with draft tokens: {told}: {length} at most")
+    return {"chosen": length, "step_ms": {str(drafts): ms for drafts, ms in milliseconds.items()}}
+
+
+def longer_if_cheap(milliseconds: Mapping[int, float]) -> int:
+    """The longer of two lengths, unless a step with it takes too much longer."""
+    short, long = sorted(milliseconds)
+    return long if milliseconds[long] <= LONGER * milliseconds[short] else short
+
+
+class _Pipeline:
     """A pipeline whose steps are timed. The prompts are ids drawn at random; no cache holds them."""
+
+    def __init__(self, folder: Path, properties: Mapping[str, object], kv_blocks: int) -> None:
+        scheduler = genai.SchedulerConfig()
+        scheduler.num_kv_blocks, scheduler.max_num_batched_tokens = kv_blocks, _READ_TOKENS
+        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(properties))
+        self._random, self._numbers = np.random.default_rng(0), itertools.count()
+
+    def add(self, tokens: int, most: int, **options: int) -> genai.GenerationHandle:
+        """A sequence with a prompt of ``tokens`` and up to ``most`` new tokens; none ends before."""
+        config = genai.GenerationConfig(max_new_tokens=most, do_sample=False, **options)
+        config.ignore_eos = True
+        ids = ov.Tensor(self._random.integers(0, 256, (1, tokens)))
+        return self._pipeline.add_request(next(self._numbers), ids, config)
+
+    def step_s(self) -> float:
+        began_s = time.perf_counter()
+        self._pipeline.step()
+        return time.perf_counter() - began_s
+
+    def cancel(self, *handles: genai.GenerationHandle) -> None:
+        for handle in handles:
+            handle.cancel()
+        self._pipeline.step()  # frees their blocks
+
+
+class _Steps:
+    """The steps of a setting, timed at several numbers of streams."""
 
     def __init__(self, folder: Path, recipe: Recipe, into: Measured) -> None:
         self._into = into
         self._live: list[genai.GenerationHandle] = []
-        scheduler = genai.SchedulerConfig()
         streams = min(STREAMS[-1], recipe.max_batch_size)
-        scheduler.num_kv_blocks = streams * (_LONGEST // BLOCK_TOKENS + 1) + 2 * _READ_TOKENS // BLOCK_TOKENS
-        scheduler.max_num_batched_tokens = _READ_TOKENS
-        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(into.properties))
-        self._random = np.random.default_rng(0)
+        blocks = streams * (_LONGEST // BLOCK_TOKENS + 1) + 2 * _READ_TOKENS // BLOCK_TOKENS
+        self._pipeline = _Pipeline(folder, into.properties, blocks)
         self.read()  # the first steps take longer
         into.reads_s.clear()
 
     def read(self) -> None:
-        self._add(_READ_TOKENS, 1)
-        self._into.reads_s.append(self._step_s())
+        self._pipeline.add(_READ_TOKENS, 1)
+        self._into.reads_s.append(self._pipeline.step_s())
 
     def fill(self, streams: int) -> None:
         """Let ``streams`` sequences run, each with its first token."""
-        self._live += [self._add(PROMPT_TOKENS, _LONGEST - PROMPT_TOKENS) for _ in range(streams - len(self._live))]
+        for _ in range(streams - len(self._live)):
+            self._live.append(self._pipeline.add(PROMPT_TOKENS, _LONGEST - PROMPT_TOKENS))
         while not all(handle.can_read() for handle in self._live):
-            self._step_s()
+            self._pipeline.step_s()
 
     def decode(self, streams: int) -> None:
-        self._into.steps_s.setdefault(streams, []).extend(self._step_s() for _ in range(STEPS))
+        self._into.steps_s.setdefault(streams, []).extend(self._pipeline.step_s() for _ in range(STEPS))
 
     def end(self) -> None:
-        for handle in self._live:
-            handle.cancel()
-        self._step_s()
-
-    def _add(self, tokens: int, most: int) -> genai.GenerationHandle:
-        options = genai.GenerationConfig()
-        options.max_new_tokens, options.ignore_eos, options.do_sample = most, True, False
-        return self._pipeline.add_request(
-            next(_NUMBERS), ov.Tensor(self._random.integers(0, 256, (1, tokens))), options
-        )
-
-    def _step_s(self) -> float:
-        began_s = time.perf_counter()
-        self._pipeline.step()
-        return time.perf_counter() - began_s
+        self._pipeline.cancel(*self._live)

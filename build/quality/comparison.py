@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.checkpoint import open_checkpoint
 from build.model import decoder
-from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
 from build.recipe.recipe import QualityBudget
 from contract.errors import InvalidArgument, TridentError
@@ -35,14 +34,13 @@ class BeyondBudget(TridentError):
 
 @dataclass(frozen=True)
 class Quality:
-    """One engine against the reference, over ``tokens`` predicted tokens.
+    """One engine against the reference, over ``tokens`` predicted tokens. kl, kl_p99, conviction: nats per token.
 
     perplexity: exp of the mean negative log likelihood of the text. perplexity_ratio: engine over reference.
-    top1_agreement: share of positions where both have the same most likely token. kl: mean KL(reference || engine),
-    kl_p99: its 99th percentile, both in nats per token. non_finite: positions where the engine's logits are not
-    numbers; they count as disagreement, and with any of them perplexity and KL are infinite. conviction: mean
-    KL(reference || all ids alike), in nats per token: what the reference has to lose. intervals: of perplexity_ratio,
-    top1_agreement and kl, 95 %, by the bootstrap of the release gate; none of a few tokens, or of what is not finite.
+    top1_agreement: share of positions where both have the same most likely token. kl: mean KL(reference || engine).
+    non_finite: positions where the engine's logits are not numbers; they count as disagreement, and with any of them
+    perplexity and KL are infinite. conviction: mean KL(reference || all ids alike), what the reference has to lose.
+    intervals: of perplexity_ratio, top1_agreement and kl, 95 %, by bootstrap; none of a few tokens or if not finite.
     """
 
     tokens: int
@@ -84,29 +82,26 @@ class Comparison:
         """
         if reference.ndim != 2 or engine.ndim != 2 or not len(reference) == len(engine) == len(ids):
             raise ValueError(f"{reference.shape} and {engine.shape} logits do not fit {len(ids)} tokens")
-        if engine.shape[1] < reference.shape[1]:
-            raise ValueError(
-                f"the engine has {engine.shape[1]} logits, fewer than the reference's {reference.shape[1]}"
-            )
+        if engine.shape[1] < (vocab := reference.shape[1]):
+            raise ValueError(f"the engine has {engine.shape[1]} logits, fewer than the reference's {vocab}")
         if len(ids) < 2:
             return
-        vocab, targets = reference.shape[1], np.asarray(ids[1:])[:, None]
+        targets = np.asarray(ids[1:])[:, None]
         finite = np.isfinite(engine[:-1]).all(-1)
         ours = log_softmax(np.where(finite[:, None], engine[:-1], 0))
         theirs = log_softmax(reference[:-1])
         if not np.isfinite(theirs).all():
             raise ValueError("the reference's logits are not finite; it cannot be measured against")
         kl = (np.exp(theirs) * (theirs - ours[:, :vocab])).sum(-1)
-        self._blocks.append(
-            (
-                -np.take_along_axis(theirs, targets, -1)[:, 0],
-                np.where(finite, -np.take_along_axis(ours, targets, -1)[:, 0], np.inf),
-                np.where(finite, np.maximum(kl, 0), np.inf),  # rounding can make zero slightly negative
-                finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)),
-                finite,
-                (np.exp(theirs) * (theirs + math.log(vocab))).sum(-1),
-            )
+        measured = (
+            -np.take_along_axis(theirs, targets, -1)[:, 0],
+            np.where(finite, -np.take_along_axis(ours, targets, -1)[:, 0], np.inf),
+            np.where(finite, np.maximum(kl, 0), np.inf),  # rounding can make zero slightly negative
+            finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)),
+            finite,
+            (np.exp(theirs) * (theirs + math.log(vocab))).sum(-1),
         )
+        self._blocks.append(measured)
 
     def quality(self) -> Quality:
         """Raises ValueError before the first predicted token."""
@@ -152,18 +147,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def compare(
     reference: Iterable[np.ndarray], engines: Mapping[str, Iterable[np.ndarray]], blocks: np.ndarray
 ) -> dict[str, Quality]:
-    """Every engine against the reference, in one pass over it.
-
-    blocks: i64[n, t]. reference and each engine give n times f32[t, vocab], the logits of one block after the other.
-    Raises ValueError where one gives fewer.
-    """
+    """Every engine against the reference, in one pass over it. blocks: i64[n, t]. reference and each engine give n
+    times f32[t, vocab], the logits of one block after the other; ValueError where one gives fewer."""
     comparisons = {name: Comparison() for name in engines}
-    streams: dict[str, Iterator[np.ndarray]] = {name: iter(logits) for name, logits in engines.items()}
-    for ids, expected in zip(blocks, reference, strict=True):
-        for name, comparison in comparisons.items():
-            logits = next(streams[name], None)
-            if logits is None:
-                raise ValueError(f"{name} gave logits for fewer than {len(blocks)} blocks")
+    for ids, expected, *found in zip(blocks, reference, *engines.values(), strict=True):
+        for comparison, logits in zip(comparisons.values(), found, strict=True):
             comparison.add(expected, logits, ids)
     return {name: comparison.quality() for name, comparison in comparisons.items()}
 
@@ -180,9 +168,7 @@ def judge(
 
     spare: top-1 agreement must be one standard error above the budget, so that it would pass on other text as well.
     """
-    problems = []
-    if sanity_problem is not None:
-        problems.append(f"on the sanity prompt {sanity_problem}")
+    problems = [] if sanity_problem is None else [f"on the sanity prompt {sanity_problem}"]
     if quality.non_finite:
         problems.append(f"logits are not finite at {quality.non_finite} of {quality.tokens} positions")
     problems += [problem for passed, problem in _bounds(quality, budget, spare) if not passed]
@@ -195,21 +181,14 @@ def _bounds(quality: Quality, budget: QualityBudget, spare: bool) -> list[tuple[
     error = math.sqrt(agreement * (1 - agreement) / quality.tokens) if spare else 0.0
     more = f" and a standard error of {error:.2%} to spare" if spare else ""
     uniform = ": the reference itself takes all tokens for equally likely" if budget.kl < 1e-9 else ""
+    perplexity = f"perplexity {quality.perplexity:.4g} is {quality.perplexity_ratio:.4g} times the reference's "
+    perplexity += f"{quality.reference_perplexity:.4g} (at most {budget.perplexity_ratio:g} times)"
+    top1 = f"the most likely token agrees at {agreement:.2%} of positions (at least {budget.top1_agreement:.2%}{more})"
+    kl = f"KL divergence is {quality.kl:.4g} nats per token (at most {budget.kl:.4g}{uniform})"
     return [
-        (
-            quality.perplexity_ratio <= budget.perplexity_ratio,
-            f"perplexity {quality.perplexity:.4g} is {quality.perplexity_ratio:.4g} times the reference's "
-            f"{quality.reference_perplexity:.4g} (at most {budget.perplexity_ratio:g} times)",
-        ),
-        (
-            agreement >= budget.top1_agreement + error,
-            f"the most likely token agrees at {agreement:.2%} of positions "
-            f"(at least {budget.top1_agreement:.2%}{more})",
-        ),
-        (
-            quality.kl <= budget.kl,
-            f"KL divergence is {quality.kl:.4g} nats per token (at most {budget.kl:.4g}{uniform})",
-        ),
+        (quality.perplexity_ratio <= budget.perplexity_ratio, perplexity),
+        (agreement >= budget.top1_agreement + error, top1),
+        (quality.kl <= budget.kl, kl),
     ]
 
 
@@ -236,23 +215,18 @@ def gate(
     *,
     spare: bool = False,
 ) -> Verdict:
-    """The verdict for the manifest. Raises BeyondBudget for an engine beyond its budget.
-
-    override: the reason for packaging it beyond its budget; recorded in the verdict.
-    An empty reason is refused with InvalidArgument. spare: as ``judge`` has it.
-    """
+    """``judge``'s verdict. Raises BeyondBudget for an engine beyond its budget, unless ``override`` says why it is
+    packaged all the same; an empty reason is refused with InvalidArgument."""
     if override is not None and not override.strip():
         raise InvalidArgument("accept_quality", "must be a reason to use an engine beyond its budget, got an empty one")
     verdict = judge(quality, budget, override, sanity_problem, spare=spare)
     if not verdict.accepted:
         kept = [sentence for passed, sentence in _bounds(quality, budget, spare) if passed]
         within = f" Within budget, over {quality.tokens} tokens: {'; '.join(kept)}." if kept else ""
-        raise BeyondBudget(
-            f"engine {engine} is not packaged: {'; '.join(verdict.problems)}.{within} Use more bits or more "
-            "calibration text, or set [quality] in a recipe. To publish it all the same, with the reason in its "
-            'manifest: make build-engine ... ACCEPT_QUALITY="reason", or --accept-quality "reason".',
-            verdict,
-        )
+        problem = f"engine {engine} is not packaged: {'; '.join(verdict.problems)}.{within} Use more bits or more "
+        problem += "calibration text, or set [quality] in a recipe. To publish it all the same, with the reason in its "
+        problem += 'manifest: make build-engine ... ACCEPT_QUALITY="reason", or --accept-quality "reason".'
+        raise BeyondBudget(problem, verdict)
     return verdict
 
 
@@ -267,13 +241,12 @@ def record(quality: Quality, budget: QualityBudget, verdict: Verdict) -> dict:
 
 def table(rows: Sequence[tuple[str, Quality, float, Verdict]]) -> str:
     """Markdown. A row: name, quality, megabytes of weights, verdict."""
+    perplexity = rows[0][1].reference_perplexity
     lines = [
         "| engine | weights MB | perplexity | ratio | top-1 agreement | KL nats/token | KL p99 | gate |",
         "|---|--:|--:|--:|--:|--:|--:|---|",
+        f"| reference (bf16 weights, f32 arithmetic) | | {perplexity:.3f} | 1 | 100% | 0 | 0 | |",
     ]
-    if rows:
-        perplexity = rows[0][1].reference_perplexity
-        lines.append(f"| reference (bf16 weights, f32 arithmetic) | | {perplexity:.3f} | 1 | 100% | 0 | 0 | |")
     for name, quality, megabytes, verdict in rows:
         word = "passed" if verdict.passed else "overridden" if verdict.accepted else "refused"
         lines.append(
@@ -284,10 +257,7 @@ def table(rows: Sequence[tuple[str, Quality, float, Verdict]]) -> str:
 
 
 def open_candidate(folder: Path) -> tuple[decoder.Decoder, int]:
-    """The decoder of a checkpoint and the bytes of its weights.
-
-    A TensorRT-LLM checkpoint (its config.json has ``quantization``), or a Hugging Face one, quantised or not.
-    """
+    """Decoder and weight bytes of a checkpoint, TensorRT-LLM's or a Hugging Face one, quantised or not."""
     path = folder / "config.json"
     try:
         is_trtllm = "quantization" in json.loads(path.read_text(encoding="utf-8"))
@@ -302,14 +272,3 @@ def open_candidate(folder: Path) -> tuple[decoder.Decoder, int]:
     opened = open_checkpoint(folder)
     weight_bytes = sum(path.stat().st_size for path in {tensor.path for tensor in opened.tensors.values()})
     return decoder.from_checkpoint(opened), weight_bytes
-
-
-def held_out_blocks(
-    opened: Checkpoint, dataset: str, *, size: int, max_seq_length: int, seed: int = 1234
-) -> np.ndarray:
-    """i64[n, t] of the data set's ``test`` split (a single file is taken whole), in the model's tokens."""
-    encode, _, separator_id = open_tokenizer(opened)
-    texts = read_texts(dataset, "test")
-    return token_blocks(
-        texts, encode, size=size, max_seq_length=max_seq_length, separator_id=separator_id, seed=seed
-    ).ids

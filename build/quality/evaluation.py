@@ -29,10 +29,12 @@ import numpy as np
 from build.base import layout, program
 from build.base import shape as shapes
 from build.base.architecture import Architecture
-from build.base.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.json_fields import CheckpointError
+from build.base.program import Notify
 from build.base.shape import local_folder
 from build.model import decoder
-from build.model.calibration import CPYTHON, open_tokenizer
+from build.model.calibration import CPYTHON, open_tokenizer, read_blocks
 from build.quality import comparison, sanity
 from build.recipe import commands, provenance, schema
 from build.recipe import recipe as recipes
@@ -52,8 +54,6 @@ NOISE_TOP1 = 0.2
 NOISE_KL_SHARE = 0.4
 NOISE_NATS_SHARE = 0.1
 
-Notify = Callable[[str], None]
-
 
 class LogitsSource(Protocol):
     """What can be measured: a compiled CPU engine, or a checkpoint in simulated numerics."""
@@ -65,17 +65,23 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True)
 class Simulated:
-    """A ``decoder.Decoder`` as a LogitsSource that reports its progress every two seconds.
-
-    vocab_size: ids without padding.
-    """
+    """A ``decoder.Decoder`` as a LogitsSource that reports its progress. vocab_size: ids without padding."""
 
     model: decoder.Decoder
     vocab_size: int
 
     @classmethod
     def of(cls, model: decoder.Decoder, vocab_size: int, name: str, notify: Notify) -> Simulated:
-        layers = _announced(model.layers, name, notify)
+        reported_s = time.monotonic()
+
+        def announced(number: int) -> decoder.Layer:
+            nonlocal reported_s
+            if time.monotonic() - reported_s > PROGRESS_S:
+                reported_s = time.monotonic()
+                notify(f"verify: {name}, layer {number + 1} of {len(model.layers)}")
+            return model.layers[number]()
+
+        layers: list[Callable[[], decoder.Layer]] = [partial(announced, n) for n in range(len(model.layers))]
         if model.architecture.num_parameters() <= KEPT_PARAMETERS:
             layers = [cache(make) for make in layers]
         return cls(replace(model, layers=layers), vocab_size)
@@ -85,21 +91,6 @@ class Simulated:
 
     def next_logits(self, ids: Sequence[int]) -> np.ndarray:
         return next(self.model.logits(np.asarray([ids])))[-1, : self.vocab_size]
-
-
-def _announced(
-    layers: Sequence[Callable[[], decoder.Layer]], name: str, notify: Notify
-) -> list[Callable[[], decoder.Layer]]:
-    reported_s = time.monotonic()
-
-    def announced(number: int) -> decoder.Layer:
-        nonlocal reported_s
-        if time.monotonic() - reported_s > PROGRESS_S:
-            reported_s = time.monotonic()
-            notify(f"verify: {name}, layer {number + 1} of {len(layers)}")
-        return layers[number]()
-
-    return [partial(announced, number) for number in range(len(layers))]
 
 
 def reference(checkpoint: Checkpoint, notify: Notify) -> LogitsSource:
@@ -113,10 +104,8 @@ def reference(checkpoint: Checkpoint, notify: Notify) -> LogitsSource:
 
 
 class ReferenceRun:
-    """What the checkpoint itself says of the held-out text, computed once for however many engines are measured.
-
-    Logits up to KEPT_LOGITS_BYTES stay in memory; of a larger model they are computed again for every engine.
-    """
+    """What the checkpoint itself says of the held-out text, computed once for however many engines are measured: logits
+    up to KEPT_LOGITS_BYTES stay in memory, those of a larger model are computed again for every engine."""
 
     def __init__(self, checkpoint: Checkpoint, notify: Notify, longest: int | None = None) -> None:
         """longest: what the engines take at most, in tokens; None for what the model takes."""
@@ -161,11 +150,7 @@ def held_out(checkpoint: Checkpoint, longest: int | None = None) -> np.ndarray:
     """i64[n, t] tokens of held-out text; fewer of them for a larger model. longest: what the engine takes at most."""
     arch = checkpoint.architecture
     length = min(BLOCK_TOKENS, arch.max_positions, longest or BLOCK_TOKENS)
-    blocks = comparison.held_out_blocks(checkpoint, CPYTHON, size=block_count(arch), max_seq_length=length)
-    if blocks.max() >= arch.vocab_size:
-        problem = f"the tokenizer gives id {blocks.max()}; the model's vocabulary has {arch.vocab_size}"
-        raise InvalidArgument("model", problem)
-    return blocks
+    return read_blocks(checkpoint, CPYTHON, "test", size=block_count(arch), max_seq_length=length).ids
 
 
 def block_count(arch: Architecture) -> int:
@@ -185,9 +170,9 @@ def evaluate(
 ) -> dict:
     """The scores of ``engine``, for the manifest.
 
-    accept: why it is used even beyond its budget; recorded. spare: as ``quality.judge`` has it, but for random weights.
-    Raises quality.BeyondBudget without ``accept``, InvalidArgument for an empty one, and CheckpointError for a
-    checkpoint whose own logits are not numbers.
+    accept: why it is used even beyond its budget. spare: as ``comparison.judge`` has it, but for random weights.
+    Raises BeyondBudget without ``accept``, InvalidArgument for an empty one, and CheckpointError for a checkpoint whose
+    own logits are not numbers.
     """
     started_s = time.monotonic()
     checkpoint, blocks, notify = against.checkpoint, against.blocks, against.notify
@@ -220,11 +205,10 @@ def evaluate(
 
 
 def noise_budget(scores: comparison.Quality) -> QualityBudget:
-    """What random weights are held to, so that only damage counts: which of their almost equally unlikely tokens comes
-    first is chance that any rounding changes, and all else is as large as the weights make it.
-
-    KL: a share of what there is to lose. 4-bit engines lose up to 0.24 of it and agree at 40 %; a misplaced matrix in
-    one of two layers costs 0.4 to 3. Perplexity: twice, or a share of the nats the reference itself is wrong by.
+    """What random weights are held to, so that only damage counts: which of almost equally unlikely tokens is first is
+    chance that any rounding changes. KL: a share of what there is to lose, of which 4-bit engines lose up to 0.24 and
+    agree at 40 %; a misplaced matrix in one of two layers costs 0.4 to 3. Perplexity: twice, or a share of the nats
+    the reference itself is wrong by.
     """
     nats = NOISE_NATS_SHARE * math.log(min(scores.reference_perplexity, 1e300))
     return QualityBudget(max(2.0, math.exp(nats)), NOISE_TOP1, NOISE_KL_SHARE * scores.conviction)
@@ -236,7 +220,7 @@ def is_noise(perplexity: float, arch: Architecture) -> bool:
 
 
 def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
-    """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
+    """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises as ``evaluate``."""
     path = layout.evaluation(recipe.name)
     path.unlink(missing_ok=True)  # what another checkpoint scored says nothing of this one
     scores = unmeasured(recipe, accept)
@@ -254,10 +238,8 @@ def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = Non
 
 
 def unmeasured(recipe: Recipe, accept: str | None) -> dict | None:
-    """What stands in place of scores for a checkpoint that verify cannot read (rule Q4); None for any other.
-
-    Raises InvalidArgument without a reason to accept it.
-    """
+    """What stands in place of scores for a checkpoint that verify cannot read (rule Q4); None for any other. Raises
+    InvalidArgument without a reason to accept it."""
     found = commands.unmeasured(recipe, shapes.find(recipe.model, revision=recipe.revision))
     if found is None:
         return None
@@ -270,10 +252,8 @@ def unmeasured(recipe: Recipe, accept: str | None) -> dict | None:
 
 
 def accepted(recipe: Recipe) -> dict:
-    """What the gate measured on the checkpoint that is there; the only way to package it.
-
-    Raises EngineFailed where that was not measured, not for this recipe's budget, or beyond it without a reason.
-    """
+    """What the gate measured on the checkpoint that is there. Raises EngineFailed where that was not measured, not for
+    this recipe's budget, or is beyond it without a reason."""
     again = f"run `{commands.line(commands.verify(recipe))}`"
     try:
         scores = json.loads(layout.evaluation(recipe.name).read_text(encoding="utf-8"))

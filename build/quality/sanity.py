@@ -4,8 +4,6 @@ Averages over held-out text can look fair while generation is broken (a stuck to
 a reply that a person can read says more than a number. The engine is any function from ids to the next logits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,20 +26,11 @@ class Reply:
 
 
 def speak(
-    next_logits: NextLogits,
-    prompt_ids: Sequence[int],
-    *,
-    max_tokens: int = 32,
-    eos_token_ids: Sequence[int] = (),
-    limit_s: float = LIMIT_S,
-    clock: Callable[[], float] = time.monotonic,
+    next_logits: NextLogits, prompt_ids: Sequence[int], *, max_tokens: int = 32, eos_token_ids: Sequence[int] = ()
 ) -> Reply:
-    """Greedy tokens until max_tokens, an end id (not among them) or the time limit, whichever is first.
-
-    next_logits: i64 ids so far -> f32[vocab] of the next one.
-    """
+    """Greedy tokens until max_tokens, an end id (not among them) or LIMIT_S. next_logits: ids so far -> f32[vocab]."""
     ids: list[int] = []
-    started = clock()
+    started_s = time.monotonic()
     while len(ids) < max_tokens:
         logits = next_logits([*prompt_ids, *ids])
         if not np.isfinite(logits).all():
@@ -50,16 +39,13 @@ def speak(
         if token in eos_token_ids:
             break
         ids.append(token)
-        if clock() - started > limit_s:
+        if time.monotonic() - started_s > LIMIT_S:
             break
     return Reply(tuple(ids))
 
 
 def problem(reply: Reply, reference: Reply) -> str | None:
-    """What is wrong with a reply, in a sentence, or None.
-
-    A small model may repeat itself; only where the reference does not is that the engine's fault.
-    """
+    """What is wrong with a reply, or None: a small model may repeat itself where the reference does too."""
     if reply.failure is not None:
         return reply.failure
     if not reply.ids and reference.ids:

@@ -1,7 +1,5 @@
 """Which Python runs which command: torch and ModelOpt have an environment of their own, and serving has neither."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -17,10 +15,8 @@ PYTHONS = ("python", commands.PYTHON, commands.BUILD_PYTHON)
 
 
 def run_by(argv: Sequence[str]) -> list[str]:
-    """A plan's Python command as the command line that runs here, with this interpreter or the build environment's.
-
-    Raises Unavailable where it needs torch and ModelOpt and there are none.
-    """
+    """A plan's Python command as it runs here, with this interpreter or the build environment's. Raises Unavailable
+    where it needs torch and ModelOpt and there are none."""
     if argv[0] not in PYTHONS:
         return list(argv)
     python = build_python() if argv[2] in NEEDS_TORCH else Path(sys.executable)

@@ -7,14 +7,12 @@ serving environment, which has no torch; what it writes is then compressed, meas
 Exit status 1, with one sentence, where the model cannot be exported.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +21,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from build.base import layout, program
-from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.checkpoint import Checkpoint
+from build.base.json_fields import CheckpointError
+from build.base.program import Notify
 from build.quantise.environment import build_python
 
 GRAPH = "openvino_model.xml"
@@ -33,10 +33,8 @@ _FAILED = "cannot export: "
 
 
 @contextmanager
-def exported(checkpoint: Checkpoint, engine: Path, notify: Callable[[str], None]) -> Iterator[Path]:
-    """The folder of the f32 graph, which is removed at the end: it is as large as the weights in f32.
-
-    engine: the folder that is built; after a kill its next build removes the graph with other partial folders.
+def exported(checkpoint: Checkpoint, engine: Path, notify: Notify) -> Iterator[Path]:
+    """The folder of the f32 graph, which is removed at the end; after a kill the next build of ``engine`` removes it.
 
     Raises Unavailable without the build environment, and CheckpointError for a model that cannot be exported.
     """
@@ -49,13 +47,10 @@ def exported(checkpoint: Checkpoint, engine: Path, notify: Callable[[str], None]
         if done.returncode or not (Path(scratch) / GRAPH).exists():
             lines = (done.stderr.strip() or "no graph was written").splitlines()
             reason = next((line for line in reversed(lines) if line.startswith(_FAILED)), lines[-1])
-            raise CheckpointError(f"{checkpoint.folder}: optimum-intel cannot export {name}: {_short(reason)}")
+            problem = " ".join(reason.removeprefix(_FAILED).split())[:400]
+            raise CheckpointError(f"{checkpoint.folder}: optimum-intel cannot export {name}: {problem}")
         notify(done.stdout.strip().splitlines()[-1])
         yield Path(scratch)
-
-
-def _short(reason: str) -> str:
-    return " ".join(reason.removeprefix(_FAILED).split())[:400]
 
 
 def export(model: Path, into: Path) -> str:

@@ -19,13 +19,6 @@ from build.base.checkpoint import TOKENIZER_FILES, Checkpoint
 from build.recipe.quantization import QFORMATS, Quantization
 from contract.errors import EngineFailed
 
-DECODER_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen",
-    "Qwen3ForCausalLM": "qwen",
-}
-
 
 def export_trtllm(model: Any, job: Quantization, opened: Checkpoint, folder: Path) -> None:
     """``config.json`` and one ``rank{N}.safetensors`` per rank."""
@@ -33,15 +26,9 @@ def export_trtllm(model: Any, job: Quantization, opened: Checkpoint, folder: Pat
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
 
     arch = opened.architecture
-    with translated("export"), exporter_modules(arch.name):
-        export_tensorrt_llm_checkpoint(
-            model,
-            DECODER_TYPES[arch.name],
-            getattr(torch, job.dtype),
-            export_dir=folder,
-            inference_tensor_parallel=job.tp_size,
-            inference_pipeline_parallel=1,
-        )
+    ranks = {"inference_tensor_parallel": job.tp_size, "inference_pipeline_parallel": 1}
+    with translated("export"), exporter_modules(arch):
+        export_tensorrt_llm_checkpoint(model, arch.family, getattr(torch, job.dtype), export_dir=folder, **ranks)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", complete_config(config, job, opened.config, arch))
 
@@ -67,13 +54,13 @@ def link_model(opened: Checkpoint, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exporter_modules(hf_architecture: str) -> Iterator[None]:
+def exporter_modules(arch: Architecture) -> Iterator[None]:
     """Lets ModelOpt's exporter write a family that its own table lacks (Qwen), where tensorrt_llm is not installed.
 
     The exporter asks ``tensorrt_llm.models.MODEL_MAP`` for a configuration class. Three small modules answer in its
     place and are taken away afterwards; ``complete_config`` adds what the real class would have known.
     """
-    if DECODER_TYPES[hf_architecture] == "llama" or importlib.util.find_spec("tensorrt_llm") is not None:
+    if arch.family == "llama" or importlib.util.find_spec("tensorrt_llm") is not None:
         yield
         return
 
@@ -94,11 +81,10 @@ def exporter_modules(hf_architecture: str) -> Iterator[None]:
         def to_dict(self) -> dict[str, object]:
             return self.values
 
-    root, models, modeling_utils = (
-        types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.models", "tensorrt_llm.models.modeling_utils")
-    )
+    names = ("tensorrt_llm", "tensorrt_llm.models", "tensorrt_llm.models.modeling_utils")
+    root, models, modeling_utils = map(types.ModuleType, names)
     vars(root).update(__version__="0", models=models)  # the exporter only asks whether it is 0.8 or 0.9
-    known = {hf_architecture: types.SimpleNamespace(config_class=Given)}
+    known = {arch.name: types.SimpleNamespace(config_class=Given)}
     vars(models).update(modeling_utils=modeling_utils, MODEL_MAP=known)
     vars(modeling_utils).update(Mapping=Given, QuantConfig=Given)
     ours = {module.__name__: module for module in (root, models, modeling_utils)}
@@ -113,11 +99,8 @@ def exporter_modules(hf_architecture: str) -> Iterator[None]:
 
 
 def complete_config(exported: Mapping, job: Quantization, hf_config: Mapping, arch: Architecture) -> dict:
-    """config.json with what the exporter leaves out when the real tensorrt_llm is not there to fill it in.
-
-    Without ``attn_bias`` and ``mlp_bias`` the builder makes a network without biases and merely warns that their
-    tensors are unused.
-    """
+    """config.json with what the exporter leaves out without the real tensorrt_llm. Without ``attn_bias`` and
+    ``mlp_bias`` the builder makes a network without biases and merely warns that their tensors are unused."""
     config = dict(exported)
     config["architecture"] = hf_config["architectures"][0]
     config["model_type"] = hf_config.get("model_type")
@@ -127,7 +110,7 @@ def complete_config(exported: Mapping, job: Quantization, hf_config: Mapping, ar
     config["rotary_scaling"] = rope_scaling(hf_config)
     config["attn_bias"] = arch.qkv_bias
     config["mlp_bias"] = arch.mlp_bias
-    if DECODER_TYPES[arch.name] == "qwen":
+    if arch.family == "qwen":
         config["qwen_type"] = hf_config["model_type"]
     quantization = dict(config["quantization"])
     quantization["quant_algo"] = QFORMATS[job.qformat][1]

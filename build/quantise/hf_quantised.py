@@ -4,10 +4,8 @@ Beside each weight stand its scales (``weight_scale``, ``weight_scale_2``, ``inp
 ``hf_quant_config.json`` says what they mean. Where AWQ could, it multiplied ``pre_quant_scale`` into the norm before.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +13,14 @@ import numpy as np
 from build.base import architecture as architectures
 from build.base import shards
 from build.base.architecture import Architecture
-from build.base.json_fields import read_object
+from build.base.json_fields import BadField, read_object
 from build.base.shards import StoredTensor
 from build.model.decoder import Decoder, Linear, Round, assembled
 from build.quantise import quantised_linear
-from build.quantise.quantised_linear import (
-    AWQ,
-    KV_CACHE_QUANT_ALGOS,
-    QUANT_ALGOS,
-    WEIGHT_ONLY_BITS,
-    BadCheckpoint,
-    Stored,
-    Tensors,
-    as_f32,
-    check_tensors,
-    kv_cache_rounding,
-    stored_array,
-)
+from build.quantise.quantised_linear import AWQ, BadCheckpoint, Tensors, stored_array
 
 QUANT_CONFIG = "hf_quant_config.json"
-_LINEARS = ("_proj.weight",)
+QUANT_ALGOS = [algo for algo in quantised_linear.QUANT_ALGOS if algo not in (None, *quantised_linear.WEIGHT_ONLY_BITS)]
 
 
 @dataclass(frozen=True)
@@ -51,11 +37,8 @@ class QuantisedCheckpoint:
     def weight_bytes(self) -> int:
         return sum(path.stat().st_size for path in {tensor.path for tensor in self.tensors.values()})
 
-    def stored(self) -> Iterator[StoredTensor]:
-        return iter(self.tensors.values())
-
     def f32(self, name: str) -> np.ndarray:
-        return as_f32(stored_array(self.tensors[name]), self.tensors[name].dtype)
+        return quantised_linear.as_f32(stored_array(self.tensors[name]), self.tensors[name].dtype)
 
     def decoder(self) -> Decoder:
         """The engine's numerics, as in ``trtllm_checkpoint``."""
@@ -70,12 +53,9 @@ class QuantisedCheckpoint:
             if there and not (len(there) == len(names) and all(np.array_equal(scale, there[0]) for scale in there)):
                 raise BadCheckpoint(str(self.folder), f"{', '.join(names)} are not equal")
         biases = [part.bias for part in parts if part.bias is not None]
-        return Linear(
-            weight=np.concatenate([part.weight for part in parts]) if len(parts) > 1 else parts[0].weight,
-            bias=np.concatenate(biases) if biases else None,
-            prequant=parts[0].prequant,
-            round_input=parts[0].round_input,
-        )
+        weight = np.concatenate([part.weight for part in parts]) if len(parts) > 1 else parts[0].weight
+        bias = np.concatenate(biases) if biases else None
+        return replace(parts[0], weight=weight, bias=bias)
 
     def _linear(self, module: str) -> Linear:
         def optional(kind: str) -> np.ndarray | None:
@@ -85,43 +65,32 @@ class QuantisedCheckpoint:
         weight = stored_array(self.tensors[f"{module}.weight"])
         return quantised_linear.linear(
             self.quant_algo,
-            Stored(
-                weight=weight.view(np.int8) if self.quant_algo in AWQ else weight,
-                scale=optional("weight_scale"),
-                scale_2=optional("weight_scale_2"),
-                input_scale=optional("input_scale"),
-                prequant=optional("pre_quant_scale"),
-                bias=optional("bias"),
-            ),
+            weight.view(np.int8) if self.quant_algo in AWQ else weight,
+            scale=optional("weight_scale"),
+            scale_2=optional("weight_scale_2"),
+            input_scale=optional("input_scale"),
+            prequant=optional("pre_quant_scale"),
+            bias=optional("bias"),
         )
 
     def _round_kv(self, at: str) -> Round | None:
         def scale() -> np.ndarray:
-            sides = ("k_proj.k_scale", "v_proj.v_scale")
-            return np.maximum(*(self.f32(f"{at}.self_attn.{side}") for side in sides))
+            return np.maximum(*(self.f32(f"{at}.self_attn.{side}_proj.{side}_scale") for side in "kv"))
 
-        return kv_cache_rounding(self.kv_cache_quant_algo, scale)
+        return quantised_linear.kv_cache_rounding(self.kv_cache_quant_algo, scale)
 
 
 def read(folder: Path | str) -> QuantisedCheckpoint:
-    """Opens and checks a checkpoint; tensor values are not looked at.
-
-    Raises BadCheckpoint, which names the file, when a file, key or tensor is missing, unexpected, or of a wrong dtype
-    or shape.
-    """
+    """Opens a checkpoint; tensor values are not looked at. Raises BadCheckpoint for what is missing or does not fit."""
     folder = Path(folder)
     config, quantization = _json(folder / "config.json"), _json(folder / QUANT_CONFIG).get("quantization", {})
-    algo, kv = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
-    if algo not in QUANT_ALGOS or algo in (None, *WEIGHT_ONLY_BITS) or kv not in KV_CACHE_QUANT_ALGOS:
-        raise BadCheckpoint(str(folder / QUANT_CONFIG), f"quant_algo {algo!r} with KV cache {kv!r} is not read")
-    if set(quantization.get("exclude_modules") or []) - {"lm_head"}:
-        problem = f"exclude_modules is {quantization['exclude_modules']}; only lm_head is read"
-        raise BadCheckpoint(str(folder / QUANT_CONFIG), problem)
+    quantised_linear.check_quantization(str(folder / QUANT_CONFIG), quantization, QUANT_ALGOS)
+    algo, kv = quantization["quant_algo"], quantization.get("kv_cache_quant_algo")
     try:
         arch = architectures.from_config({key: value for key, value in config.items() if key != "quantization_config"})
         files = sorted(folder.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in shards.read_header(file).items()}
-    except (architectures.UnsupportedModel, shards.BadShard) as exc:
+    except BadField as exc:
         raise BadCheckpoint(str(folder), str(exc)) from exc
     _check(folder, stored, arch, algo, kv, int(quantization.get("group_size") or 0))
     return QuantisedCheckpoint(folder, arch, algo, kv, stored)
@@ -137,10 +106,8 @@ def _json(path: Path) -> dict:
 def _check(folder: Path, stored: Mapping, arch: Architecture, algo: str, kv: str | None, block: int) -> None:
     needed: Tensors = {}
     optional: Tensors = {}
-    if algo in AWQ and block < 1:
-        raise BadCheckpoint(str(folder / QUANT_CONFIG), "group_size is missing; AWQ scales cannot be read without it")
     for name, shape in arch.expected_tensors().items():
-        if not name.endswith(_LINEARS):
+        if not name.endswith("_proj.weight"):
             needed[name] = (None, shape)  # in the model's own dtype
             continue
         module, (rows, columns) = name.removesuffix(".weight"), shape
@@ -150,7 +117,7 @@ def _check(folder: Path, stored: Mapping, arch: Architecture, algo: str, kv: str
     for layer in range(arch.num_layers if kv is not None else 0):
         for side in "kv":
             needed[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"] = ("F32", ())
-    check_tensors(str(folder), stored, needed, optional)
+    quantised_linear.check_tensors(str(folder), stored, needed, optional)
 
 
 def _scales(algo: str, rows: int, columns: int, block: int) -> Tensors:

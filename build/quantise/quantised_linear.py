@@ -3,23 +3,14 @@
 The stored tensors mean the same in both; only their names differ (``trtllm_checkpoint.py``, ``hf_quantised.py``).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from build.base.numerics import (
-    E4M3_MAX,
-    bf16_to_f32,
-    dequantise_blocks,
-    e4m3_to_f32,
-    round_to_e4m3,
-    round_to_int8,
-    unpack_int4,
-)
+from build.base import numerics
+from build.base.numerics import e4m3_to_f32, round_to_e4m3, round_to_int8
 from build.base.shards import StoredTensor
 from build.model.decoder import Linear, Round
 from contract.errors import InvalidArgument
@@ -37,53 +28,44 @@ class BadCheckpoint(InvalidArgument):
     """A quantised checkpoint is incomplete or contradicts itself. ``field`` is the file at fault."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The tensors of one layer.
+def linear(
+    algo: str | None,
+    weight: np.ndarray,
+    *,
+    scale: np.ndarray | None = None,
+    scale_2: np.ndarray | None = None,
+    input_scale: np.ndarray | None = None,
+    prequant: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> Linear:
+    """A layer of its stored tensors. algo: one of QUANT_ALGOS.
 
     weight: u8[out, in] bits of FP8, i8[out, in] of INT8, i8[out / 2, in] of packed INT4, or f32[out, in].
     scale: f32[1], f32[out] or f32[out, in / block] of the weight; scale_2: f32[1], the FP8 stage of W4A8.
     input_scale: f32[1]. prequant: f32[in], what the input is multiplied by first. bias: f32[out].
     """
-
-    weight: np.ndarray
-    scale: np.ndarray | None = None
-    scale_2: np.ndarray | None = None
-    input_scale: np.ndarray | None = None
-    prequant: np.ndarray | None = None
-    bias: np.ndarray | None = None
-
-
-def linear(algo: str | None, stored: Stored) -> Linear:
-    """``algo``: one of QUANT_ALGOS."""
-    return Linear(_weight(algo, stored), stored.bias, stored.prequant, _round_input(algo, stored))
-
-
-def _weight(algo: str | None, stored: Stored) -> np.ndarray:
-    if algo is None:
-        return stored.weight
-    if algo in WEIGHT_ONLY_BITS:
-        return weight_only(stored.weight, WEIGHT_ONLY_BITS[algo])
-    assert stored.scale is not None  # its reader checked that the format's tensors are there
-    if algo == "FP8":
-        return e4m3_to_f32(stored.weight) * stored.scale
-    if algo == "FP8_PER_CHANNEL_PER_TOKEN":
-        return e4m3_to_f32(stored.weight) * stored.scale[:, None]
-    if algo == "W8A8_SQ_PER_CHANNEL":
-        return stored.weight * stored.scale[:, None]
-    values = dequantise_blocks(unpack_int4(stored.weight), stored.scale)
-    # W4A8 multiplies FP8 by FP8: the INT4 weights pass through E4M3.
-    if algo != "W4A8_AWQ":
-        return values
-    assert stored.scale_2 is not None
-    return round_scaled(round_to_e4m3, stored.scale_2, values)
-
-
-def _round_input(algo: str | None, stored: Stored) -> Round | None:
     rounding = {"FP8": round_to_e4m3, "W4A8_AWQ": round_to_e4m3, "W8A8_SQ_PER_CHANNEL": round_to_int8}.get(algo or "")
-    if rounding is not None and stored.input_scale is not None:
-        return partial(round_scaled, rounding, stored.input_scale)
-    return round_per_token if algo == "FP8_PER_CHANNEL_PER_TOKEN" else None
+    round_input: Round | None = round_per_token if algo == "FP8_PER_CHANNEL_PER_TOKEN" else None
+    if rounding is not None and input_scale is not None:
+        round_input = partial(round_scaled, rounding, input_scale)
+    return Linear(_weight(algo, weight, scale, scale_2), bias, prequant, round_input)
+
+
+def _weight(algo: str | None, weight: np.ndarray, scale: np.ndarray | None, scale_2: np.ndarray | None) -> np.ndarray:
+    if algo is None:
+        return weight
+    if algo in WEIGHT_ONLY_BITS:
+        return weight_only(weight, WEIGHT_ONLY_BITS[algo])
+    assert scale is not None  # its reader checked that the format's tensors are there
+    if algo == "FP8":
+        return e4m3_to_f32(weight) * scale
+    if algo == "FP8_PER_CHANNEL_PER_TOKEN":
+        return e4m3_to_f32(weight) * scale[:, None]
+    if algo == "W8A8_SQ_PER_CHANNEL":
+        return weight * scale[:, None]
+    values = numerics.dequantise_blocks(numerics.unpack_int4(weight), scale)
+    # W4A8 multiplies FP8 by FP8: the INT4 weights pass through E4M3.
+    return values if scale_2 is None else round_scaled(round_to_e4m3, scale_2, values)
 
 
 def kv_cache_rounding(algo: str | None, scale: Callable[[], np.ndarray]) -> Round | None:
@@ -102,15 +84,12 @@ def stored_array(tensor: StoredTensor) -> np.ndarray:
 def as_f32(array: np.ndarray, dtype: str) -> np.ndarray:
     """The values of a :func:`stored_array` of safetensors' ``dtype``."""
     if dtype == "BF16":
-        return bf16_to_f32(array)
+        return numerics.bf16_to_f32(array)
     return e4m3_to_f32(array) if dtype == "F8_E4M3" else array.astype(np.float32)
 
 
 def check_tensors(where: str, stored: Mapping[str, StoredTensor], needed: Tensors, optional: Tensors) -> None:
-    """Raises BadCheckpoint where one is missing, unexpected, cut off, or of another dtype or shape.
-
-    where: the file or folder of ``stored``.
-    """
+    """Raises BadCheckpoint where a tensor is missing, unexpected, cut off, or of another dtype or shape."""
     if missing := sorted(needed.keys() - stored.keys()):
         raise BadCheckpoint(where, f"lacks {shortened(missing)}")
     if extra := sorted(stored.keys() - needed.keys() - optional.keys()):
@@ -125,10 +104,24 @@ def check_tensors(where: str, stored: Mapping[str, StoredTensor], needed: Tensor
             raise BadCheckpoint(str(tensor.path), f"is truncated inside {name}")
 
 
-def shortened(names: set[str] | list[str], limit: int = 4) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + more
+def check_quantization(path: str, quantization: Mapping[str, Any], algos: Sequence[str | None]) -> None:
+    """Raises BadCheckpoint for a format whose numerics are not known here. path: of the file that names it. algos:
+    those of QUANT_ALGOS that the kind of checkpoint may have."""
+    for key, allowed in (("quant_algo", algos), ("kv_cache_quant_algo", KV_CACHE_QUANT_ALGOS)):
+        if quantization.get(key) not in allowed:
+            problem = f"{key} is {quantization.get(key)!r}; read are {', '.join(map(str, allowed))}"
+            raise BadCheckpoint(path, problem)
+    size = quantization.get("group_size")
+    if quantization.get("quant_algo") in AWQ and not (isinstance(size, int) and size > 0):
+        raise BadCheckpoint(path, "group_size is missing; AWQ scales cannot be read without it")
+    if set(quantization.get("exclude_modules") or []) - {"lm_head"}:
+        raise BadCheckpoint(path, f"exclude_modules is {quantization['exclude_modules']}; only lm_head is read")
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first four, and how many more there are."""
+    first, rest = sorted(names)[:4], sorted(names)[4:]
+    return (", ".join(first) or "none") + (f" and {len(rest)} more" if rest else "")
 
 
 def round_scaled(rounding: Round, scale: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -138,7 +131,7 @@ def round_scaled(rounding: Round, scale: np.ndarray, values: np.ndarray) -> np.n
 
 def round_per_token(x: np.ndarray) -> np.ndarray:
     """f32[tokens, in] through FP8 with a scale of its own per token."""
-    scale = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-12)) / np.float32(E4M3_MAX)
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-12)) / np.float32(numerics.E4M3_MAX)
     return round_to_e4m3(x / scale) * scale
 
 

@@ -7,8 +7,6 @@ script's need of a GPU (rule R19) and of the tensorrt_llm package. Options have 
 whole or not at all, is read back and checked before it does, and is the same bytes for the same input and seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -16,32 +14,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from build.base import program
 from build.base.checkpoint import Checkpoint, open_checkpoint
-from build.model.calibration import TokenBlocks, open_tokenizer, read_texts, token_blocks
+from build.base.program import Notify
+from build.model.calibration import TokenBlocks, read_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
 from build.quantise.exporters import export_hf, export_trtllm, link_model, rope_scaling, translated, write_json
-from build.recipe.quantization import (
-    AWQ_CALIB_SIZE,
-    DEVICES,
-    DTYPES,
-    HF,
-    KV_CACHE_DTYPES,
-    QFORMATS,
-    TRTLLM,
-    Quantization,
-    check,
-)
+from build.recipe import quantization as quantizations
+from build.recipe.quantization import AWQ_CALIB_SIZE, HF, QFORMATS, TRTLLM, Quantization
 from contract.errors import InvalidArgument
 
 REPORT = "quantization_report.json"
-
-Notify = Callable[[str], None]
 
 
 def quant_config(qformat: str, kv_cache_dtype: str | None, awq_block_size: int) -> dict:
@@ -71,7 +58,7 @@ def quantize(
     """
     notify = notify or (lambda line: print(line, file=sys.stderr, flush=True))
     opened = open_checkpoint(Path(job.model_dir))
-    check(job, opened.architecture)
+    quantizations.check(job, opened.architecture)
     output = Path(job.output_dir)
     if output.exists() and not overwrite:
         raise InvalidArgument("output_dir", f"{output} exists; remove it or allow overwriting")
@@ -114,7 +101,7 @@ def _export(model: Any, job: Quantization, opened: Checkpoint, folder: Path) -> 
     elif job.checkpoint_format == HF:
         export_hf(model, opened, folder)
         written = hf_quantised.read(folder)
-        trtllm_checkpoint.check_values(written.stored())
+        trtllm_checkpoint.check_values(written.tensors.values())
         weight_bytes = written.weight_bytes
         quantization = json.loads((folder / hf_quantised.QUANT_CONFIG).read_text(encoding="utf-8"))["quantization"]
     else:
@@ -133,16 +120,12 @@ def _export(model: Any, job: Quantization, opened: Checkpoint, folder: Path) -> 
 def _calibration(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None) -> TokenBlocks:
     arch = opened.architecture
     if blocks is None:
-        texts = read_texts(job.calib_dataset)
-        encode, _, separator_id = open_tokenizer(opened)
         size = min(job.calib_size, AWQ_CALIB_SIZE) if job.is_awq else job.calib_size
         length = min(job.calib_max_seq_length, arch.max_positions)
-        blocks = token_blocks(texts, encode, size=size, max_seq_length=length, separator_id=separator_id, seed=job.seed)
+        return read_blocks(opened, job.calib_dataset, size=size, max_seq_length=length, seed=job.seed)
     if blocks.ids.max() >= arch.vocab_size or blocks.ids.min() < 0:
-        raise InvalidArgument(
-            "calibration", f"token id {blocks.ids.max()} is outside the model's vocabulary of {arch.vocab_size}; "
-            "does the tokenizer belong to this model?"
-        )  # fmt: skip
+        problem = f"token id {blocks.ids.max()} is outside the model's vocabulary of {arch.vocab_size}"
+        raise InvalidArgument("calibration", f"{problem}; does the tokenizer belong to this model?")
     return blocks
 
 
@@ -232,9 +215,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder to create")
     choices_of = {
         "qformat": tuple(QFORMATS),
-        "kv_cache_dtype": KV_CACHE_DTYPES,
-        "dtype": DTYPES,
-        "device": DEVICES,
+        "kv_cache_dtype": quantizations.KV_CACHE_DTYPES,
+        "dtype": quantizations.DTYPES,
+        "device": quantizations.DEVICES,
         "checkpoint_format": (TRTLLM, HF),
     }
     for name, choices in choices_of.items():

@@ -5,8 +5,6 @@ about a tensor that its network has no place for (a bias, say) and then compiles
 joins the ranks; ``Checkpoint.decoder`` dequantises and puts the engine's rounding into a numpy decoder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,24 +14,11 @@ import numpy as np
 from build.base import rope as rotary
 from build.base import shards
 from build.base.architecture import Architecture
-from build.base.json_fields import read_object
+from build.base.json_fields import BadField, read_object
 from build.base.shards import StoredTensor
-from build.model.decoder import Decoder, Linear, assembled
+from build.model.decoder import Decoder, Linear, Round, assembled
 from build.quantise import quantised_linear
-from build.quantise.quantised_linear import (
-    AWQ,
-    KV_CACHE_QUANT_ALGOS,
-    QUANT_ALGOS,
-    WEIGHT_ONLY_BITS,
-    BadCheckpoint,
-    Stored,
-    Tensors,
-    as_f32,
-    check_tensors,
-    kv_cache_rounding,
-    shortened,
-    stored_array,
-)
+from build.quantise.quantised_linear import AWQ, BadCheckpoint, Tensors, as_f32, shortened, stored_array
 
 FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 COLUMN = ("attention.qkv", "mlp.fc", "mlp.gate")  # split along out; the others along in
@@ -79,16 +64,13 @@ class Checkpoint:
         return (tensor for rank in self.ranks for tensor in rank.values())
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor of the whole model in its stored form (bf16 as u16 bits, FP8 as u8 bits, INT4 packed).
-
-        With several ranks this is, bit for bit, what an export for one rank would have stored. Raises BadCheckpoint
-        where ranks that must hold copies differ.
-        """
+        """A tensor as an export for one rank stores it (bf16 as u16 bits, FP8 as u8 bits, INT4 packed). Raises
+        BadCheckpoint where ranks that must hold copies differ."""
         parts = [stored_array(rank[name]) for rank in self.ranks]
         if name in ("transformer.vocab_embedding.weight", "lm_head.weight"):
             return np.concatenate(parts)[: self.config["vocab_size"]]
         module, _, kind = name.removeprefix("transformer.layers.").partition(".")[2].rpartition(".")
-        if module in COLUMN and kind not in ("prequant_scaling_factor",) and parts[0].size > 1:
+        if module in COLUMN and kind != "prequant_scaling_factor" and parts[0].size > 1:
             return self._join_qkv(name, parts) if module == "attention.qkv" else np.concatenate(parts)
         if module in ("attention.dense", "mlp.proj") and kind == "prequant_scaling_factor":
             return np.concatenate(parts)
@@ -107,24 +89,26 @@ class Checkpoint:
             arch,
             lambda name: self.f32(renamed(name)),
             lambda *modules: self.linear(renamed(modules[0])),
-            lambda at: kv_cache_rounding(
-                self.kv_cache_quant_algo, lambda: self.f32(f"{renamed(at)}.attention.kv_cache_scaling_factor")
-            ),
+            self._round_kv,
         )
+
+    def _round_kv(self, at: str) -> Round | None:
+        name = f"{renamed(at)}.attention.kv_cache_scaling_factor"
+        return quantised_linear.kv_cache_rounding(self.kv_cache_quant_algo, lambda: self.f32(name))
 
     def linear(self, module: str) -> Linear:
         """``transformer.layers.0.mlp.fc`` and the like: weights dequantised, inputs rounded as the kernel does."""
-        whole = self.quant_algo is None or self.quant_algo in WEIGHT_ONLY_BITS
+        whole = self.quant_algo is None or self.quant_algo in quantised_linear.WEIGHT_ONLY_BITS
         weight = f"{module}.weight"
-        stored = Stored(
-            weight=self.f32(weight) if whole else self.tensor(weight),
+        return quantised_linear.linear(
+            self.quant_algo,
+            self.f32(weight) if whole else self.tensor(weight),
             scale=self._optional(f"{module}.weights_scaling_factor", f"{module}.per_channel_scale"),
             scale_2=self._optional(f"{module}.weights_scaling_factor_2"),
             input_scale=self._optional(f"{module}.activation_scaling_factor"),
             prequant=self._optional(f"{module}.prequant_scaling_factor"),
             bias=self._optional(f"{module}.bias"),
         )
-        return quantised_linear.linear(self.quant_algo, stored)
 
     def _optional(self, *names: str) -> np.ndarray | None:
         """The first of these tensors that the format has."""
@@ -143,11 +127,8 @@ class Checkpoint:
             if not (np.array_equal(key, split[first][1]) and np.array_equal(value, split[first][2])):
                 file = f"{self.folder}/rank{rank}.safetensors"
                 raise BadCheckpoint(file, f"the KV rows of {name} are not rank {first}'s")
-        return np.concatenate(
-            [query for query, _, _ in split]
-            + [key for _, key, _ in split[::copies]]
-            + [value for _, _, value in split[::copies]]
-        )
+        keys, values = ([part[of] for part in split[::copies]] for of in (1, 2))
+        return np.concatenate([*(query for query, _, _ in split), *keys, *values])
 
     def _copies(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         for rank, part in enumerate(parts):
@@ -235,62 +216,47 @@ def expected_tensors(config: Mapping) -> Tensors:
 def _linear_tensors(config: Mapping, rows: int, columns: int) -> Tensors:
     dtype, algo = FLOAT_DTYPES[config["dtype"]], config["quantization"].get("quant_algo")
     scalar = ("F32", (1,))
+    inputs: Tensors = {"activation_scaling_factor": scalar}
+    prequant: Tensors = {"prequant_scaling_factor": (dtype, (columns,))}
     if algo == "FP8":
-        return {
-            "weight": ("F8_E4M3", (rows, columns)),
-            "weights_scaling_factor": scalar,
-            "activation_scaling_factor": scalar,
-        }
+        return inputs | {"weight": ("F8_E4M3", (rows, columns)), "weights_scaling_factor": scalar}
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
         return {"weight": ("F8_E4M3", (rows, columns)), "per_channel_scale": ("F32", (rows,))}
     if algo == "W8A8_SQ_PER_CHANNEL":
-        return {
-            "weight": ("I8", (rows, columns)),
-            "weights_scaling_factor": ("F32", (rows,)),
-            "activation_scaling_factor": scalar,
-            "prequant_scaling_factor": (dtype, (columns,)),
-        }
+        return inputs | prequant | {"weight": ("I8", (rows, columns)), "weights_scaling_factor": ("F32", (rows,))}
     if algo in AWQ:
-        tensors: Tensors = {
-            "weight": ("I8", (rows // 2, columns)),
-            "weights_scaling_factor": ("F32", (rows, columns // config["quantization"]["group_size"])),
-            "prequant_scaling_factor": (dtype, (columns,)),
-        }
-        second = {"weights_scaling_factor_2": scalar, "activation_scaling_factor": scalar}
-        return tensors | second if algo == "W4A8_AWQ" else tensors
+        scales = ("F32", (rows, columns // config["quantization"]["group_size"]))
+        tensors = prequant | {"weight": ("I8", (rows // 2, columns)), "weights_scaling_factor": scales}
+        return tensors | inputs | {"weights_scaling_factor_2": scalar} if algo == "W4A8_AWQ" else tensors
     return {"weight": (dtype, (rows, columns))}
 
 
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_size", "max_position_embeddings",
-)  # fmt: skip
+_SIZES = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_size
+    max_position_embeddings
+""".split()
 
 
 def read(folder: Path | str) -> Checkpoint:
-    """Opens and checks a checkpoint; tensor values are not looked at.
-
-    Raises BadCheckpoint, which names the file, when config.json is absent or incomplete, when rank files do not match
-    its mapping (rule R33), or when a tensor is missing, unexpected, or of another dtype or shape.
-    """
+    """Opens a checkpoint; tensor values are not looked at. Raises BadCheckpoint when config.json is incomplete, rank
+    files do not match its mapping (rule R33), or a tensor is missing, unexpected, or of another dtype or shape."""
     folder = Path(folder)
     config = _read_config(folder / "config.json")
     tp = config["mapping"]["tp_size"]
     files = {f"rank{rank}.safetensors" for rank in range(tp)}
     there = {path.name for path in folder.glob("rank*.safetensors")}
     if there != files:
-        raise BadCheckpoint(
-            str(folder), f"config.json says tp_size {tp}, so {shortened(files)} belong here; found {shortened(there)}"
-        )
+        problem = f"config.json says tp_size {tp}, so {shortened(files)} belong here; found {shortened(there)}"
+        raise BadCheckpoint(str(folder), problem)
     needed = expected_tensors(config)
     optional = {"lm_head.weight": needed.pop("lm_head.weight")} if config.get("share_embedding_table") else {}
     ranks = []
     for path in (folder / f"rank{rank}.safetensors" for rank in range(tp)):
         try:
             ranks.append(shards.read_header(path))
-        except shards.BadShard as exc:
+        except BadField as exc:
             raise BadCheckpoint(str(path), str(exc)) from exc
-        check_tensors(str(path), ranks[-1], needed, optional)
+        quantised_linear.check_tensors(str(path), ranks[-1], needed, optional)
     return Checkpoint(folder, config, tuple(ranks))
 
 
@@ -307,15 +273,7 @@ def _read_config(path: Path) -> dict:
         raise BadCheckpoint(str(path), f"lacks a valid {', '.join(missing)}")
     if config["dtype"] not in FLOAT_DTYPES:
         raise BadCheckpoint(str(path), f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {config['dtype']!r}")
-    quantization = config["quantization"]
-    for key, allowed in (("quant_algo", QUANT_ALGOS), ("kv_cache_quant_algo", KV_CACHE_QUANT_ALGOS)):
-        if quantization.get(key) not in allowed:
-            problem = f"{key} is {quantization.get(key)!r}; read are {', '.join(map(str, allowed))}"
-            raise BadCheckpoint(str(path), problem)
-    if quantization.get("quant_algo") in AWQ and not isinstance(quantization.get("group_size"), int):
-        raise BadCheckpoint(str(path), "group_size is missing; AWQ scales cannot be read without it")
-    if set(quantization.get("exclude_modules") or []) - {"lm_head"}:
-        raise BadCheckpoint(str(path), f"exclude_modules is {quantization['exclude_modules']}; only lm_head is read")
+    quantised_linear.check_quantization(str(path), config["quantization"], quantised_linear.QUANT_ALGOS)
     mapping = config["mapping"]
     if mapping.get("pp_size", 1) != 1 or mapping["tp_size"] != mapping["world_size"]:
         raise BadCheckpoint(str(path), f"mapping is {mapping}; only tensor parallelism is read (pp_size 1)")

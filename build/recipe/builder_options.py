@@ -4,8 +4,6 @@ Sources: ``tensorrt_llm/commands/build.py``, ``plugin/plugin.py`` and the conver
 tables in ``build/trtllm/``; the inputs of ``build/trtllm/ensemble.pbtxt``.
 """
 
-from __future__ import annotations
-
 from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
 
@@ -17,8 +15,7 @@ LORA = ("lora_plugin", "dora_plugin", "lora_dir", "lora_ckpt_source", "lora_targ
 PROMPT_TABLE = ("max_prompt_embedding_table_size", "max_multimodal_len")
 OTHER_SOURCES = {
     "model_config": "trtllm-build ignores it beside --checkpoint_dir",
-    "model_cls_file": "it compiles another network than the one this plan checks",
-    "model_cls_name": "it compiles another network than the one this plan checks",
+    **dict.fromkeys(("model_cls_file", "model_cls_name"), "it compiles another network than the one this plan checks"),
     "build_config": "trtllm-build takes every limit from that file and ignores those of the recipe",
 }
 # Plugins that compute in the model's own type. nccl_plugin also moves other types and is left alone.
@@ -28,14 +25,10 @@ GEMM_FORMATS = ("fp8", "nvfp4")
 # [convert] options that choose a format, and the precisions they belong to.
 FORMAT_OPTIONS = {
     "use_weight_only": ("int8_wo", "int4_wo", "int4_awq"),
-    "smoothquant": ("int8_sq",),
-    "sq": ("int8_sq",),
-    "per_channel": ("int8_sq",),
-    "per_token": ("int8_sq",),
+    **dict.fromkeys(("smoothquant", "sq", "per_channel", "per_token"), ("int8_sq",)),
     "use_fp8": ("fp8",),
     "use_nvfp4": ("nvfp4",),
-    "use_fp8_rowwise": ("fp8_pc_pt",),
-    "use_meta_fp8_rowwise_recipe": ("fp8_pc_pt",),
+    **dict.fromkeys(("use_fp8_rowwise", "use_meta_fp8_rowwise_recipe"), ("fp8_pc_pt",)),
     "use_qserve": (),
     "quant_ckpt_path": ("int4_awq",),
 }
@@ -89,10 +82,8 @@ def plugins_compute_in_the_models_type(case: Case) -> str | None:
             if case.recipe.precision != value:
                 return f"gemm_plugin {value} is for {value.upper()} weights{_not_these(case)}"
         elif value not in ("auto", "disable", dtype):
-            return (
-                f"{key} must be auto, disable or {dtype}, got {value}: the network is strongly typed, so a plugin "
-                "computes in the type of the checkpoint or the build fails"
-            )
+            why = "the network is strongly typed, so a plugin computes in the type of the checkpoint or the build fails"
+            return f"{key} must be auto, disable or {dtype}, got {value}: {why}"
     return None
 
 

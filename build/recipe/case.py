@@ -1,7 +1,5 @@
 """What a rule looks at, and what it answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -124,10 +122,8 @@ class RuleBook(dict[str, Rule]):
         return register
 
     def rows(self, severity: Severity) -> Callable[[Callable[[Case], object], str], None]:
-        """Adds rules with one reason each: ``when`` finds something in a case, and "NAME: text" says what.
-
-        text: of str.format, with recipe, arch, spec, case and what was found, a list's entries joined by "and".
-        """
+        """Adds rules with one reason each: ``when`` finds something in a case, and "NAME: text" says what, of
+        str.format, with recipe, arch, spec, case and what was found, a list's entries joined by "and"."""
 
         def add(when: Callable[[Case], object], named: str) -> None:
             name, _, text = named.partition(": ")

@@ -5,10 +5,6 @@ is by measured speed, with the figures in docs/decisions/0018: int8 weights are 
 in bf16, and faster than bf16 weights up to about eight streams; f32 keys and values cost most and lose nothing.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from build.recipe import schema
 from build.recipe.recipe import DEFAULT_QUALITY, Recipe
 
@@ -23,15 +19,14 @@ SETTINGS = (
 
 def candidates(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipes to try, fastest first; a recipe whose precision was given is its only candidate."""
-    return tuple(_variants(recipe)) if recipe.automatic else (recipe,)
-
-
-def _variants(recipe: Recipe) -> Iterator[Recipe]:
-    defaulted = "quality" not in recipe.given and recipe.quality in DEFAULT_QUALITY.values()
+    if not recipe.automatic:
+        return (recipe,)
+    defaulted, found = "quality" not in recipe.given and recipe.quality in DEFAULT_QUALITY.values(), []
     for setting in SETTINGS:
         budget = DEFAULT_QUALITY[setting["precision"]] if defaulted else recipe.quality
         measured = recipe.kv_cache_measured and setting["kv_cache_precision"] in schema.MEASURED_KV
-        yield recipe.changed(quality=budget, kv_cache_measured=measured, **setting)
+        found.append(recipe.changed(quality=budget, kv_cache_measured=measured, **setting))
+    return tuple(found)
 
 
 def words(recipe: Recipe) -> str:

@@ -5,8 +5,6 @@ root, which is the working folder both here and in the container, so a printed l
 What a program would change silently (rules R1, R3, R6, R8, R12, R20) is written out as it will be.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence
@@ -26,12 +24,8 @@ QUANT_ALGO["nvfp4"] = "NVFP4"
 PAGED_WITH_QUANTISED_KV = {"FP8", "W4A8_AWQ", "NVFP4"}  # rule R1
 FUSED_MLP = {None, "FP8", "MIXED_PRECISION"}  # rule R6
 # An option of [convert] that turns a precision quantize.py would make into one convert_checkpoint.py makes.
-CONVERT_SWITCH = {
-    "int8_sq": "smoothquant",
-    "fp8_pc_pt": "use_fp8_rowwise",
-    "fp8": "use_fp8",
-    "int4_awq": "use_weight_only",
-}
+CONVERT_SWITCH = {"int8_sq": "smoothquant", "fp8_pc_pt": "use_fp8_rowwise", "fp8": "use_fp8"}
+CONVERT_SWITCH |= {"int4_awq": "use_weight_only"}
 # What adapters change: PEFT's names, and TensorRT-LLM's in the order of their ids, from 1.
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj down_proj up_proj".split()
 LORA_MODULES = "attn_q attn_k attn_v attn_dense mlp_h_to_4h mlp_4h_to_h mlp_gate".split()
@@ -54,7 +48,7 @@ def checkpoint_route(recipe: Recipe, shape: Shape) -> str:
         return CONVERT
     if recipe.precision in ("int8_wo", "int4_wo"):
         # Only Llama's converter can write an FP8 KV cache (R34); quantize.py then only sets the algorithm (R22).
-        return QUANTIZE if shape.family == "qwen" and recipe.kv_cache_precision == "fp8" else CONVERT
+        return QUANTIZE if shape.architecture.family == "qwen" and recipe.kv_cache_precision == "fp8" else CONVERT
     return CONVERT if recipe.convert.get(CONVERT_SWITCH.get(recipe.precision, "")) else QUANTIZE
 
 
@@ -103,13 +97,12 @@ def calibration_size(recipe: Recipe) -> int:
 
 def paged_context_fmha(recipe: Recipe) -> bool:
     """Whether the engine keeps paged context attention, which KV reuse and chunked context need (R1, R3)."""
-    if recipe.build.get("use_paged_context_fmha") == "disable" or recipe.build.get("context_fmha") == "disable":
+    if "disable" in (recipe.build.get("use_paged_context_fmha"), recipe.build.get("context_fmha")):
         return False
     if recipe.kv_cache_precision == "auto":
         return True
-    if recipe.kv_cache_precision == "int8" or QUANT_ALGO[recipe.precision] not in PAGED_WITH_QUANTISED_KV:
-        return False
-    return recipe.sm >= 89
+    keeps = recipe.kv_cache_precision != "int8" and QUANT_ALGO[recipe.precision] in PAGED_WITH_QUANTISED_KV
+    return keeps and recipe.sm >= 89
 
 
 def fp8_context_fmha(recipe: Recipe) -> bool:
@@ -128,10 +121,8 @@ def tokens_per_block(recipe: Recipe) -> int:
 
 def max_num_tokens(recipe: Recipe) -> int:
     """The limit the engine really gets (R12): not above all sequences at full length, not below one block."""
-    ceiling = recipe.max_num_tokens
-    if recipe.max_seq_len is not None:
-        ceiling = min(ceiling, recipe.max_seq_len * recipe.max_batch_size)
-    return max(ceiling, tokens_per_block(recipe))
+    length = recipe.max_num_tokens if recipe.max_seq_len is None else recipe.max_seq_len
+    return max(min(recipe.max_num_tokens, length * recipe.max_batch_size), tokens_per_block(recipe))
 
 
 def draft_len(recipe: Recipe) -> int:
@@ -192,9 +183,8 @@ def dtype(recipe: Recipe, shape: Shape) -> str:
     """Type of the checkpoint; ``auto`` takes the source's, and float16 for a float32 one (R26)."""
     options = recipe.quantize if checkpoint_route(recipe, shape) == QUANTIZE else recipe.convert
     given = str(options.get("dtype", "bfloat16"))
-    if given != "auto":
-        return given
-    return "bfloat16" if shape.source_dtype == "bfloat16" else "float16"
+    of_auto = "bfloat16" if shape.source_dtype == "bfloat16" else "float16"
+    return of_auto if given == "auto" else given
 
 
 def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
@@ -214,11 +204,8 @@ def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 
 
 def _format_options(recipe: Recipe, qformat: str) -> dict[str, object]:
-    options: dict[str, object] = {
-        "model_dir": model_dir(recipe.model, recipe.revision),
-        "dtype": "bfloat16",
-        "qformat": qformat,
-    }
+    options: dict[str, object] = {"model_dir": model_dir(recipe.model, recipe.revision)}
+    options |= {"dtype": "bfloat16", "qformat": qformat}
     if recipe.kv_cache_precision != "auto":
         options["kv_cache_dtype"] = recipe.kv_cache_precision
     if "awq" in qformat:
@@ -227,12 +214,9 @@ def _format_options(recipe: Recipe, qformat: str) -> dict[str, object]:
 
 
 def _calibration_options(recipe: Recipe) -> dict[str, object]:
-    return {
-        "calib_dataset": recipe.texts.dataset,
-        "calib_size": calibration_size(recipe),
-        "batch_size": recipe.texts.batch_size,
-        "calib_max_seq_length": recipe.texts.max_seq_length,
-    }
+    texts = recipe.texts
+    options = {"calib_dataset": texts.dataset, "calib_size": calibration_size(recipe), "batch_size": texts.batch_size}
+    return {**options, "calib_max_seq_length": texts.max_seq_length}
 
 
 def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
@@ -253,10 +237,8 @@ def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 
 
 def fetch(recipe: Recipe) -> list[str] | None:
-    """Downloads a hub model's weights and tokenizer, nothing else; None for a local folder.
-
-    The CPU driver reads the hub's own cache; the programs of the image read a folder, which is therefore named.
-    """
+    """Downloads a hub model; None for a local folder. The CPU driver reads the hub's own cache; the programs of the
+    image read a folder, which is therefore named."""
     if not is_hub_id(recipe.model):
         return None
     argv = [PYTHON, "-m", "build.base.fetch", recipe.model]
@@ -268,10 +250,9 @@ def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
     """Makes the TensorRT-LLM checkpoint: in the image on a machine with a GPU (R19), or anywhere by our own stage."""
     if calibrates_here(recipe, shape):
         return checkpoint_on_cpu(recipe)
-    if checkpoint_route(recipe, shape) == QUANTIZE:
-        table, options = option_table.read("quantize"), quantize_options(recipe, shape)
-    else:
-        table, options = option_table.read(f"convert_checkpoint_{shape.family}"), convert_options(recipe, shape)
+    quantizes = checkpoint_route(recipe, shape) == QUANTIZE
+    table = option_table.read("quantize" if quantizes else f"convert_checkpoint_{shape.architecture.family}")
+    options = (quantize_options if quantizes else convert_options)(recipe, shape)
     return ["python3", table.path_in_image, *table.arguments(options)]
 
 
@@ -406,10 +387,10 @@ def exporter() -> str:
 
 def modelopt() -> str:
     """``nvidia-modelopt==0.37.0``, torch and transformers, as requirements/build.txt pins what quantises."""
-    return " ".join(_pinned(package) for package in ("nvidia-modelopt", "torch", "transformers"))
+    return _pinned("nvidia-modelopt", "torch", "transformers")
 
 
-def _pinned(package: str) -> str:
+def _pinned(*packages: str) -> str:
     text = (layout.ROOT / "requirements" / "build.txt").read_text(encoding="utf-8")
-    pinned = re.search(rf"(?<!\S){package}==\S+", text)
-    return pinned.group() if pinned else "unknown"
+    pinned = (re.search(rf"(?<!\S){package}==\S+", text) for package in packages)
+    return " ".join(found.group() if found else "unknown" for found in pinned)

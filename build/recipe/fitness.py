@@ -1,22 +1,23 @@
 """Checks beyond the builder's rules: does the card have the format, does the model fit, do the limits make sense.
 
 H: hardware. M: memory. S: shapes and limits. B: what serving needs of the build. Q: what our own quantise stage can
-make. C: the CPU engine (C2: every engine). U: keys of the recipe that would have no effect.
+make. C: the CPU engine (C2: every engine). D: speculative decoding, by the TensorRT-LLM 1.x decoder
+(``cpp/tensorrt_llm/layers/decodingLayer.cpp``), the README of ``examples/eagle`` and the parameters of the
+``tensorrtllm`` backend. U: keys of the recipe that would have no effect.
 """
-
-from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
 
 from build.base import hardware, layout
+from build.base.shape import local_folder
 from build.model.calibration import CNN_DAILYMAIL, CPYTHON
 from build.recipe import commands, memory
 from build.recipe.case import Case, RuleBook, Severity
 from build.recipe.quantization import HF, TRTLLM, awq_problem, bias_problem, split_problem
 from build.recipe.rules import RULES
-from build.recipe.schema import CPU, LLMAPI, TRTLLM_VERSION
+from build.recipe.schema import CPU, LLMAPI, TRTLLM_VERSION, Calibration
 
 REFUSE, WARN = Severity.REFUSE, Severity.WARN
 CHECKS = RuleBook()
@@ -28,6 +29,12 @@ PAGED_CONTEXT = ("use_paged_context_fmha", "context_fmha")
 # NVIDIA's images by month; the recipe's options, and the engines of its pinned version, are those of 26.04 to 26.07.
 NVIDIAS_IMAGE = re.compile(r"(?:.*/)?tritonserver:(\d\d\.\d\d)-trtllm-python-py3(?:@.*)?")
 PINNED_IMAGES = ("26.04", "26.05", "26.06", "26.07")
+CHOICES = re.compile(r"\s*\{\s*\d+(\s*,\s*\d+)*\s*\}(\s*,\s*\{\s*\d+(\s*,\s*\d+)*\s*\})*\s*")
+GROUPED = ("int4", "int4_awq", "w4a8_awq")  # precisions with one scale per group of input columns
+# Options of networks that a Llama or Qwen decoder does not have.
+OTHER_NETWORKS = """
+    max_encoder_input_len bert_attention_plugin bert_context_fmha_fp32_acc moe_plugin mamba_conv1d_plugin paged_state
+""".split()
 
 
 def _r4_speaks(case: Case) -> bool:
@@ -45,14 +52,14 @@ def the_card_has_the_format(case: Case) -> str | None:
     return f"{recipe.precision} does not run on {card} by TensorRT-LLM's support matrix, only on {where}"
 
 
-@CHECKS.rule("H2", REFUSE)
-def the_card_has_the_kv_format(case: Case) -> str | None:
-    recipe = case.recipe
-    if recipe.kind == CPU or recipe.kv_cache_precision in hardware.KV_SUPPORT[recipe.sm] or _r4_speaks(case):
-        return None
-    return f"an {recipe.kv_cache_precision.upper()} KV cache does not run on SM {recipe.sm}"
-
-
+refuse(
+    lambda case: (
+        case.recipe.kind != CPU
+        and case.recipe.kv_cache_precision not in hardware.KV_SUPPORT[case.recipe.sm]
+        and not _r4_speaks(case)
+    ),
+    "H2: an {recipe.kv_cache_precision} KV cache does not run on SM {recipe.sm}",
+)
 refuse(
     lambda case: (
         case.is_trtllm
@@ -70,18 +77,17 @@ warn(
 @CHECKS.rule("M1", REFUSE)
 def one_sequence_must_fit(case: Case) -> str | None:
     recipe, arch = case.recipe, case.arch
-    if recipe.max_seq_len is None or not _divides(case):
+    if recipe.max_seq_len is None or ranks_must_divide_the_model(case):
         return None
     need, total = recipe.max_seq_len + commands.draft_len(recipe), memory.footprint(recipe, arch)
     if total.sequences(need) >= 1:
         return None
     if recipe.kind == CPU:
         return f"kv_cache_tokens {recipe.kv_cache_tokens} is less than one sequence of max_seq_len {recipe.max_seq_len}"
-    card, gib = hardware.find(str(recipe.gpu)), memory.GIB
-    return (
-        f"{total.fixed_bytes / gib:.1f} GiB of weights, activations and buffers leave space for {total.pool_tokens} KV "
-        f"tokens on one {card.name} of {card.memory_gib:g} GiB, less than one sequence of {need}"
-    )
+    card = hardware.find(str(recipe.gpu))
+    fixed = f"{total.fixed_bytes / memory.GIB:.1f} GiB of weights, activations and buffers"
+    pool = f"{total.pool_tokens} KV tokens on one {card.name} of {card.memory_gib:g} GiB"
+    return f"{fixed} leave space for {pool}, less than one sequence of {need}"
 
 
 warn(
@@ -137,12 +143,8 @@ def requests_must_batch_in_flight(case: Case) -> str | None:
     wrong = [f"{key} {given[key]}" for key, needed in IN_FLIGHT.items() if given.get(key, needed) != needed]
     wrong += ["gpt_attention_plugin disable"] if given.get("gpt_attention_plugin") == "disable" else []
     wrong += [f"paged_kv_cache {given['paged_kv_cache']}"] if given.get("paged_kv_cache", "enable") != "enable" else []
-    if not wrong:
-        return None
-    return (
-        f"{' and '.join(wrong)}: in-flight batching, which the engine is served with, needs a paged KV cache, packed "
-        "input and the attention plugin"
-    )
+    needs = "in-flight batching, which the engine is served with, needs a paged KV cache, packed input"
+    return f"{' and '.join(wrong)}: {needs} and the attention plugin" if wrong else None
 
 
 refuse(
@@ -166,10 +168,8 @@ def the_image_must_hold_the_pinned_version(case: Case) -> str | None:
     if not case.is_trtllm or image is None or image[1] in PINNED_IMAGES:
         return None
     holds = "is of an older TensorRT-LLM" if image[1] < PINNED_IMAGES[0] else "may have no engine builder any more"
-    return (
-        f"the image of {image[1]} {holds}; options and engines are of TensorRT-LLM {TRTLLM_VERSION}, which is in those "
-        f"of {PINNED_IMAGES[0]} to {PINNED_IMAGES[-1]}"
-    )
+    ours = f"TensorRT-LLM {TRTLLM_VERSION}, which is in those of {PINNED_IMAGES[0]} to {PINNED_IMAGES[-1]}"
+    return f"the image of {image[1]} {holds}; options and engines are of {ours}"
 
 
 refuse(
@@ -247,10 +247,9 @@ def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
         return None
     blocks = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
     fits = f"kv_cache_tokens up to {blocks * memory.BLOCK_TOKENS} fit" if blocks > 0 else "its weights alone do not fit"
-    return (
-        f"weights, activations and {foot.pool_tokens} tokens of KV cache take {foot.total_bytes / gib:.1f} GiB, and "
-        f"this machine has {case.memory_here / gib:.1f} GiB (/proc/meminfo and the container's limit): {fits}"
-    )
+    takes = f"weights, activations and {foot.pool_tokens} tokens of KV cache take {foot.total_bytes / gib:.1f} GiB"
+    here = f"this machine has {case.memory_here / gib:.1f} GiB (/proc/meminfo and the container's limit)"
+    return f"{takes}, and {here}: {fits}"
 
 
 @CHECKS.rule("U1", REFUSE)
@@ -270,7 +269,89 @@ warn(
 )
 
 
-def _divides(case: Case) -> bool:
-    arch, recipe = case.arch, case.recipe
-    sizes = (arch.num_heads, arch.hidden_size, arch.intermediate_size)
-    return all(size % recipe.tp == 0 for size in sizes) and recipe.pp <= arch.num_layers
+refuse(
+    lambda case: case.spec and case.recipe.max_beam_width > 1 and case.mode != "lookahead_decoding",  # S4 covers that
+    "D1: max_beam_width must be 1 with speculative decoding, got {recipe.max_beam_width}: TensorRT-LLM's decodingLayer "
+    "throws for mode {spec.mode} with any other beam width",
+)
+
+
+@CHECKS.rule("D3", REFUSE)
+def eagle_is_for_llama_on_tensor_parallel_ranks(case: Case) -> str | None:
+    if case.mode != "eagle":
+        return None
+    if not case.is_llama:
+        reads = "TensorRT-LLM's EAGLE converter (examples/eagle) reads Llama checkpoints only"
+        return f"{reads}; this model is {case.arch.name}"
+    if case.recipe.pp > 1:
+        return f"pp must be 1 with EAGLE, got {case.recipe.pp}: the README of examples/eagle excludes pipeline ranks"
+    return None
+
+
+warn(
+    lambda case: case.mode == "eagle" and case.recipe.precision != "bf16",
+    "D4: the README of examples/eagle lists FP16 and BF16 weights for EAGLE, not {recipe.precision}",
+)
+refuse(
+    lambda case: (
+        case.mode == "medusa" and case.spec and case.spec.medusa_model and not local_folder(case.spec.medusa_model)
+    ),
+    "D5: speculative_decoding.medusa_model must be a local folder, got {spec.medusa_model!r}: no stage downloads the "
+    "heads, fetch them first",
+)
+refuse(
+    lambda case: case.spec and case.spec.choices is not None and not CHOICES.fullmatch(case.spec.choices),
+    "D6: speculative_decoding.choices must be paths in braces as the backend's {spec.mode}_choices parameter wants "
+    "them, e.g. '{{0}}, {{0, 0}}, {{1}}', got {spec.choices!r}",
+)
+
+
+def _options_of_other_networks(case: Case) -> str | None:
+    recipe = case.recipe
+    given = [key for key in OTHER_NETWORKS if key in recipe.build]
+    if given:
+        return f"{' and '.join(given)} has no effect on {case.arch.name}, a decoder without experts"
+    for key, ranks in (("gemm_allreduce_plugin", recipe.tp), ("pp_reduce_scatter", recipe.pp)):
+        if recipe.build.get(key, "disable") != "disable" and ranks == 1:
+            return f"{key} has no effect on one {'tensor' if key[0] == 'g' else 'pipeline'}-parallel rank"
+    asks = recipe.build.get("use_fp8_context_fmha") == "enable"
+    if asks and not commands.fp8_context_fmha(recipe) and recipe.precision != "fp8" and recipe.sm >= 89:  # R2, R3
+        these = f"{recipe.precision} weights with a {recipe.kv_cache_precision} KV cache"
+        needs = "it needs fp8, w4a8_awq or nvfp4 weights and an fp8 KV cache"
+        return f"use_fp8_context_fmha has no effect on {these}: {needs}"
+    if recipe.build.get("weight_streaming") is True:
+        return "weight_streaming has no effect: gpu_weights_percent is not set, so all weights stay on the GPU"
+    if recipe.build.get("fuse_fp4_quant") == "enable" and recipe.precision != "nvfp4":
+        return f"fuse_fp4_quant has no effect on {recipe.precision} weights: it belongs to nvfp4"
+    return None
+
+
+refuse(
+    lambda case: (
+        case.recipe.precision not in GROUPED and ("group_size" in case.recipe.given or case.recipe.group_size != 128)
+    ),
+    "U3: group_size has no effect on {recipe.precision} weights: it belongs to int4, int4_awq and w4a8_awq",
+)
+refuse(
+    lambda case: (
+        case.recipe.kind != CPU  # C4 covers the CPU
+        and ("calibration" in case.recipe.given or case.recipe.calibration != Calibration())
+        and not commands.calibrates(case.recipe, case.shape)
+    ),
+    "U4: [calibration] has no effect on {recipe.precision} weights with a {recipe.kv_cache_precision} KV cache: "
+    "nothing is measured",
+)
+refuse(
+    lambda case: (
+        case.is_trtllm
+        and case.recipe.optimize_for == "latency"
+        and (case.recipe.precision != "fp8" or case.recipe.sm >= 100)
+    ),
+    'U5: optimize_for = "latency" has no effect on {recipe.precision} weights on SM {recipe.sm}: it chooses the '
+    "low-latency FP8 plugins, which exist below SM 100",
+)
+refuse(
+    lambda case: case.recipe.revision is not None and local_folder(case.recipe.model) is not None,
+    "U6: revision has no effect on the local folder {recipe.model}: it belongs to a hub model",
+)
+refuse(lambda case: case.is_trtllm and _options_of_other_networks(case), "U7: {found}")

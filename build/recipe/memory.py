@@ -6,8 +6,6 @@ documentation, issues 1188 and 3636, its benchmark guide); ``test_memory.py`` ho
 ``FORMULAS`` says in words what is computed, for the plan to print.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from build.base import hardware, layout
@@ -34,27 +32,17 @@ KV_BYTES = {"auto": 2.0, "fp8": 1.0, "int8": 1.0, "f16": 2.0, "bf16": 2.0, "f32"
 FORMULAS = {
     "weights": (
         "matrices x bytes of the precision + their scales; embedding, lm_head, norms and biases in bf16, lm_head kept "
-        "apart from a tied embedding; 1/tp of every matrix and of the layers of the fullest pp stage "
-        "(shapes of exported checkpoints; engine size is close to weight size: TensorRT-LLM docs, Memory Usage)"
+        "apart from a tied embedding; 1/tp of every matrix and of the layers of the fullest pp stage (an engine takes "
+        "about as much: TensorRT-LLM docs, Memory Usage)"
     ),
-    "kv_cache": (
-        "2 x layers/pp x max(1, kv_heads/tp) x head_dim x bytes of the KV precision per token, in blocks of 32 tokens "
-        "(TensorRT-LLM docs, Memory Usage: KV cache tensor)"
-    ),
+    "kv_cache": "2 x layers/pp x max(1, kv_heads/tp) x head_dim x bytes of the KV precision per token (same page)",
     "activations": (
         "32 MiB + max_num_tokens x 2 x (2 x widest/tp + h x hidden) + sequences x vocab/tp x 2, widest = the MLP or "
-        "attention, h = 5 for 8-bit activations, else 2 (linear in max_num_tokens: TensorRT-LLM docs, Memory Usage; "
-        "factors fitted to published logs, a little high)"
+        "attention, h = 5 for 8-bit activations, else 2 (fitted to published logs, a little high)"
     ),
-    "buffers": (
-        "sequences x (650 kB + 24.8 x vocab), sequences = max_batch_size x max_beam_width "
-        "(runtime and decoder buffers, fitted to published logs)"
-    ),
+    "buffers": "sequences x (650 kB + 24.8 x vocab), sequences = max_batch_size x max_beam_width (from the same logs)",
     "context": "0.76 GiB for the CUDA context and libraries (from the same logs)",
-    "kv_pool": (
-        "kv_cache_fraction x (card - all of the above), at most kv_cache_tokens "
-        "(TensorRT-LLM docs, Memory Usage: free_gpu_memory_fraction and max_tokens, the smaller wins)"
-    ),
+    "kv_pool": "kv_cache_fraction x (card - all of the above), at most kv_cache_tokens, in blocks of 32 tokens",
 }
 FORMULAS_CPU = {
     "weights": "every matrix x bytes of the precision + 4 bytes of scale per row or group; a tied lm_head is shared",
@@ -73,9 +61,7 @@ FORMULAS_CPU = {
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on the fullest rank (on the CPU: of the process). pool_tokens: KV tokens that fit beside the rest.
-
-    available_bytes: the card's memory, None on the CPU, where the recipe itself sets the pool.
-    """
+    available_bytes: the card's memory, None on the CPU, where the recipe itself sets the pool."""
 
     available_bytes: int | None
     weight_bytes: int
@@ -126,20 +112,16 @@ def _drafting_bytes(recipe: Recipe, arch: Architecture, draft: Architecture | No
     spec = recipe.speculative_decoding
     assert spec is not None and recipe.max_seq_len and recipe.kv_cache_tokens
     blocks = recipe.kv_cache_tokens // BLOCK_TOKENS
-    limits = EngineLimits(
-        arch.vocab_size, recipe.max_seq_len, recipe.max_batch_size, blocks, max_draft_len=spec.max_draft_len
-    )
+    sizes = arch.vocab_size, recipe.max_seq_len, recipe.max_batch_size, blocks
+    tokens = EngineLimits(*sizes, max_draft_len=spec.max_draft_len).draft_pool_blocks * BLOCK_TOKENS
     models = [(recipe, arch)]
     if draft is not None:
         models.append((recipe.changed(precision=str(spec.draft_precision), adapters=()), draft))
-    tokens = limits.draft_pool_blocks * BLOCK_TOKENS
-    return sum(
-        weight_bytes(made, of)
-        + adapter_bytes(made, of)
-        + activation_bytes(made, of)
-        + int(tokens * kv_bytes_per_token(made, of))
-        for made, of in models
-    )
+    total = 0
+    for made, of in models:
+        total += weight_bytes(made, of) + adapter_bytes(made, of) + activation_bytes(made, of)
+        total += int(tokens * kv_bytes_per_token(made, of))
+    return total
 
 
 def weight_bytes(recipe: Recipe, arch: Architecture) -> int:
@@ -169,19 +151,14 @@ def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
     q_rows = arch.num_heads * arch.head_dim // tp
     kv_rows = kv_heads_per_rank(recipe, arch) * arch.head_dim
     mlp_rows = arch.intermediate_size // tp
-    matrices = [
-        (q_rows + 2 * kv_rows, hidden),
-        (hidden, q_rows),
-        (mlp_rows, hidden),
-        (mlp_rows, hidden),
-        (hidden, mlp_rows),
-    ]
+    matrices = [(q_rows + 2 * kv_rows, hidden), (hidden, q_rows), *[(mlp_rows, hidden)] * 2, (hidden, mlp_rows)]
     per_layer = sum(_matrix_bytes(recipe, rows, columns) for rows, columns in matrices)
     per_layer += 2 * (2 * hidden)  # the two norms
     per_layer += 2 * (q_rows + 2 * kv_rows) * arch.qkv_bias + 2 * (2 * arch.head_dim) * arch.qk_norm
     per_layer += 2 * hidden * arch.output_bias + 2 * (2 * mlp_rows + hidden) * arch.mlp_bias
 
-    vocabulary = padded_vocabulary(recipe, arch) * hidden // tp
+    padded = -(-arch.vocab_size // 64) * 64 if "awq" in recipe.precision else arch.vocab_size  # rule R37
+    vocabulary = padded * hidden // tp
     total = layers * per_layer
     smoothed = recipe.kind == CPU and recipe.precision == "int8_sq"  # a bf16 embedding, and an 8-bit head of its own
     if stage == 0:
@@ -196,11 +173,6 @@ def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
 def kv_heads_per_rank(recipe: Recipe, arch: Architecture) -> int:
     """With fewer KV heads than ranks every rank holds a copy of one."""
     return max(1, arch.num_kv_heads // recipe.tp)
-
-
-def padded_vocabulary(recipe: Recipe, arch: Architecture) -> int:
-    """AWQ pads the vocabulary to a multiple of 64 (rule R37)."""
-    return -(-arch.vocab_size // 64) * 64 if "awq" in recipe.precision else arch.vocab_size
 
 
 def kv_bytes_per_token(recipe: Recipe, arch: Architecture) -> float:
@@ -230,18 +202,15 @@ def activation_bytes(recipe: Recipe, arch: Architecture) -> int:
     hidden_copies = 5 if recipe.precision in ("fp8", "fp8_pc_pt", "w4a8_awq", "int8_sq", "nvfp4") else 2
     per_token = 2 * (2 * widest + hidden_copies * arch.hidden_size)
     gathered = any(recipe.build.get(key) for key in ("gather_context_logits", "gather_all_token_logits"))
-    logits_rows = recipe.max_num_tokens if gathered else sequences_running(recipe)
+    logits_rows = recipe.max_num_tokens if gathered else recipe.max_batch_size * recipe.max_beam_width
     logits = logits_rows * arch.vocab_size / recipe.tp * 2
     return int(WORKSPACE_BYTES + recipe.max_num_tokens * per_token + logits)
 
 
 def buffer_bytes(recipe: Recipe, arch: Architecture) -> int:
     """What the runtime and its decoder keep for every sequence that may run."""
-    return int(sequences_running(recipe) * (SEQUENCE_BYTES + SEQUENCE_VOCAB_BYTES * arch.vocab_size))
-
-
-def sequences_running(recipe: Recipe) -> int:
-    return recipe.max_batch_size * recipe.max_beam_width
+    sequences = recipe.max_batch_size * recipe.max_beam_width
+    return int(sequences * (SEQUENCE_BYTES + SEQUENCE_VOCAB_BYTES * arch.vocab_size))
 
 
 def _matrix_bytes(recipe: Recipe, rows: int, columns: int) -> float:

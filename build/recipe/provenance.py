@@ -1,12 +1,11 @@
 """From what an engine was made: the part of its manifest that recipe, checkpoint and code decide."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import platform
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,11 @@ def common(
         files={},
         **(absent | others),
     )
+
+
+def now() -> str:
+    """The time that ``EngineManifest.created`` has."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def texts_sha256(dataset: str) -> str | None:

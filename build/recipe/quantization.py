@@ -3,8 +3,6 @@
 Everything here is pure; ``quantize.py`` runs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +66,8 @@ class Quantization:
 
 
 def check(job: Quantization, arch: Architecture) -> None:
-    """Check that a run would work.
-
-    Raises InvalidArgument, naming the option and a way out: unknown formats, head, vocabulary or block sizes that
-    cannot be split over the ranks (rule R36), formats that cannot share KV heads.
-    """
+    """Raises InvalidArgument, which names the option and a way out, for unknown formats, head, vocabulary or block
+    sizes that cannot be split over the ranks (rule R36) and formats that cannot share KV heads."""
     _require("qformat", job.qformat, QFORMATS)
     _require("kv_cache_dtype", job.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
     _require("dtype", job.dtype, DTYPES)
@@ -84,15 +79,21 @@ def check(job: Quantization, arch: Architecture) -> None:
         if getattr(job, field) < 1:
             raise InvalidArgument(field, f"must be a positive integer, got {getattr(job, field)}")
     if job.kv_cache_dtype and not job.needs_calibration:
-        raise InvalidArgument(
-            "kv_cache_dtype", f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
-        )
+        needs = f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
+        raise InvalidArgument("kv_cache_dtype", needs)
     if (problem := split_problem(arch, job.tp_size, job.qformat, job.checkpoint_format)) is not None:
         raise InvalidArgument("tp_size", problem)
     if job.checkpoint_format == TRTLLM and (problem := bias_problem(arch)) is not None:
         raise InvalidArgument("model", problem)
-    if job.is_awq:
-        _check_blocks(job, arch)
+    if not job.is_awq:
+        return
+    blocks = (job.awq_block_size, 128, 64)
+    problems = {block: awq_problem(arch, job.tp_size, block, job.checkpoint_format) for block in blocks}
+    if (problem := problems[job.awq_block_size]) is not None:
+        fitting = [block for block in (128, 64) if problems[block] is None]
+        instead = f"awq_block_size {fitting[0]}, " if fitting else ""
+        fewer = "a smaller tp_size, " if job.tp_size > 1 else ""
+        raise InvalidArgument("awq_block_size", f"{problem} (rule R36); use {instead}{fewer}fp8 or int8_sq")
 
 
 def _require(field: str, value: object, allowed: Any) -> None:
@@ -103,21 +104,15 @@ def _require(field: str, value: object, allowed: Any) -> None:
 def split_problem(arch: Architecture, tp_size: int, qformat: str, checkpoint_format: str) -> str | None:
     """Why the model cannot be split over tensor-parallel ranks, or None."""
     kv_heads = arch.num_kv_heads
-    sizes = {
-        "num_attention_heads": arch.num_heads,
-        "hidden_size": arch.hidden_size,
-        "intermediate_size": arch.intermediate_size,
-    }
-    for name, size in sizes.items():
+    sizes = {"hidden_size": arch.hidden_size, "intermediate_size": arch.intermediate_size}
+    for name, size in ({"num_attention_heads": arch.num_heads} | sizes).items():
         if size % tp_size:
             return f"{tp_size} ranks cannot share the model's {name} {size} evenly"
     if max(tp_size, kv_heads) % min(tp_size, kv_heads):
         return f"{tp_size} ranks and {kv_heads} KV heads: one must be a multiple of the other"
     if checkpoint_format == TRTLLM and tp_size > kv_heads and qformat in ("int8_sq", "fp8_pc_pt"):
-        shared = (
-            f"{tp_size} ranks would share {kv_heads} KV head(s), which ModelOpt cannot do with one scale per output"
-        )
-        return f"{shared} row ({qformat}); use at most tp_size {kv_heads}, or fp8, int4_awq or w4a8_awq"
+        shared = f"{tp_size} ranks would share {kv_heads} KV head(s), which ModelOpt cannot do with one scale per"
+        return f"{shared} output row ({qformat}); use at most tp_size {kv_heads}, or fp8, int4_awq or w4a8_awq"
     return None
 
 
@@ -142,14 +137,3 @@ def awq_problem(arch: Architecture, tp_size: int, block: int, checkpoint_format:
             where = f"{module} has {columns // ranks} inputs on each of {tp_size} rank(s)"
             return f"{where}, not a multiple of the block of {block} columns that share a scale"
     return None
-
-
-def _check_blocks(job: Quantization, arch: Architecture) -> None:
-    problems = {
-        block: awq_problem(arch, job.tp_size, block, job.checkpoint_format) for block in (job.awq_block_size, 128, 64)
-    }
-    if (problem := problems[job.awq_block_size]) is not None:
-        fitting = [block for block in (128, 64) if problems[block] is None]
-        instead = f"awq_block_size {fitting[0]}, " if fitting else ""
-        fewer = "a smaller tp_size, " if job.tp_size > 1 else ""
-        raise InvalidArgument("awq_block_size", f"{problem} (rule R36); use {instead}{fewer}fp8 or int8_sq")

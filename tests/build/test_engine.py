@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from build import engine
-from build.base import host, layout, shape
+from build.base import hardware, layout, shape
 from build.base.checkpoint import open_checkpoint
 from build.package import plan
 from build.recipe import choice, memory, provenance, schema
@@ -417,7 +417,7 @@ def test_plan_manifest_and_preflight_name_the_same_memory(checkpoint, tmp_path, 
     assert load(tmp_path / "tiny").memory_bytes == need
     with pytest.raises(Unavailable, match=f"4000000 tokens of KV cache take {need / 2**30:.1f} GiB, and 0.1 GiB"):
         preflight.check(load(tmp_path / "tiny"), tmp_path / "tiny", available_bytes=lambda: 2**30 // 10)
-    monkeypatch.setattr(host, "memory_bytes", lambda: need - 1)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: need - 1)
     with pytest.raises(Refused, match=f"tiny is refused by C5: .*take {need / 2**30:.1f} GiB, and this machine has"):
         build(dataclasses.replace(made, max_num_tokens=65), tmp_path)
 
@@ -425,7 +425,7 @@ def test_plan_manifest_and_preflight_name_the_same_memory(checkpoint, tmp_path, 
 def test_settings_beyond_this_machines_memory_are_not_tried(checkpoint, tmp_path, monkeypatch):
     made = recipe(checkpoint, precision="auto", kv_cache_tokens=400_000)
     arch = shape.find(made.model).architecture
-    monkeypatch.setattr(host, "memory_bytes", lambda: memory.footprint(made, arch).total_bytes)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: memory.footprint(made, arch).total_bytes)
     said = build(made, tmp_path)
     assert any(line.startswith("not tried, because this machine has too little memory: int8") for line in said)
     assert load(tmp_path / "tiny").precision == "int8"
@@ -582,7 +582,7 @@ def test_an_odd_checkpoint_is_built_and_loads_or_is_refused_in_one_sentence(chec
 def test_every_source_that_shapes_a_cpu_engine_is_in_its_version(sources_imported):
     left_out = {
         # Paths, hashes, processes, and readers whose output is compared as the checkpoint's or the wheel's files.
-        *(f"base/{name}.py" for name in ("digest", "encoder_checkpoint", "gguf_folder", "gguf_tokenizer", "host")),
+        *(f"base/{name}.py" for name in ("digest", "encoder_checkpoint", "gguf_folder", "gguf_tokenizer")),
         *(f"base/{name}.py" for name in ("json_fields", "layout", "program", "wheel")),
         # The recipe and what is planned from it; the recipe itself is in the manifest and compared.
         *(f"base/{name}.py" for name in ("hardware", "option_table", "shape")),
@@ -590,6 +590,6 @@ def test_every_source_that_shapes_a_cpu_engine_is_in_its_version(sources_importe
         # Readers of quantised checkpoints of GPU engines.
         *(f"quantise/{name}.py" for name in ("hf_quantised", "quantised_linear", "trtllm_checkpoint")),
     }
-    made_by = ("compile_cpu", "draft", "draft_length", "side_files", "tuning")
+    made_by = ("compile_cpu", "draft", "side_files", "tuning")
     entries = [f"package/{name}.py" for name in made_by] + ["quality/evaluation.py", "recipe/choice.py"]
     assert sources_imported(entries) == set(engine._BUILDER) | left_out

@@ -45,7 +45,7 @@ def write_bert(folder: Path, config: dict, seed: int = 0) -> Path:
     rerank = name in BERT_RERANK
     arch = _bert(Fields(config, "config.json"), name, rerank)
     random = np.random.default_rng(seed)
-    prefix = ("roberta." if arch.roberta else "bert.") if rerank else ""
+    prefix = ("roberta." if "Roberta" in arch.name else "bert.") if rerank else ""
     weights = {}
     for tensor, shape in arch.expected_tensors().items():
         values = random.standard_normal(shape).astype(np.float32) * (0.3 if len(shape) == 2 else 0.1)

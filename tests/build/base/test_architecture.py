@@ -2,7 +2,8 @@
 
 import pytest
 
-from build.base.architecture import UnsupportedModel, from_config
+from build.base.architecture import from_config
+from build.base.json_fields import BadField
 from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
@@ -82,6 +83,6 @@ def test_a_shorter_window_bounds_the_sequences_that_are_computed_exactly():
     ],
 )
 def test_what_the_graph_cannot_compute_is_refused(changes, says):
-    with pytest.raises(UnsupportedModel) as caught:
+    with pytest.raises(BadField) as caught:
         from_config(LLAMA | changes)
     assert says in str(caught.value)

@@ -7,7 +7,8 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from build.base.gguf_file import GgufError, from_pairs, open_gguf, read_index, write_index
+from build.base.gguf_file import from_pairs, open_gguf, read_index, write_index
+from build.base.json_fields import CheckpointError
 from tests.fakes import checkpoints, gguf_models
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
@@ -65,7 +66,7 @@ def test_a_truncated_file_is_one_sentence(share, tmp_path):
     path = gguf_models.write(tmp_path / "m.gguf", LLAMA)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(GgufError, match=r"model: .*m\.gguf is truncated, damaged or no GGUF file: "):
+    with pytest.raises(CheckpointError, match=r"model: .*m\.gguf is truncated, damaged or no GGUF file: "):
         open_gguf(path)
 
 
@@ -79,14 +80,14 @@ def test_a_damaged_header_is_one_sentence_or_harmless(tmp_path_factory, at, byte
     (folder / "damaged.gguf").write_bytes(data)
     try:
         open_gguf(folder / "damaged.gguf")
-    except GgufError as error:
+    except CheckpointError as error:
         assert "\n" not in str(error) and "damaged.gguf" in str(error)
 
 
 def test_a_tensor_of_another_kind_of_model_is_named(tmp_path):
     experts = {"blk.0.ffn_gate_inp.weight": np.ones((4, 64), np.float32)}
     path = gguf_models.write(tmp_path / "m.gguf", LLAMA, tensors=checkpoints.tensors(LLAMA) | experts)
-    with pytest.raises(GgufError, match=r"tensor blk\.0\.ffn_gate_inp\.weight has no place in a dense Llama"):
+    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.ffn_gate_inp\.weight has no place in a dense Llama"):
         open_gguf(path)
 
 
@@ -97,11 +98,11 @@ def test_a_type_without_a_dequantiser_is_named(tmp_path, monkeypatch):
         raise NotImplementedError(f"for {qtype.name}")
 
     monkeypatch.setattr("gguf.quants.dequantize", cannot)
-    with pytest.raises(GgufError, match=r"is stored as F32, which cannot be dequantised: for F32"):
+    with pytest.raises(CheckpointError, match=r"is stored as F32, which cannot be dequantised: for F32"):
         open_gguf(path)
 
 
 def test_rows_that_heads_cannot_share_are_refused(tmp_path):
     path = gguf_models.write(tmp_path / "m.gguf", LLAMA, metadata={"llama.attention.head_count": 3})
-    with pytest.raises(GgufError, match=r"blk\.0\.attn_q\.weight has 64 rows, which 3 heads cannot share"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight has 64 rows, which 3 heads cannot share"):
         open_gguf(path)

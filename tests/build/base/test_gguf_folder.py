@@ -10,7 +10,6 @@ import pytest
 from build.base import gguf_folder, layout
 from build.base import rope as rotary
 from build.base.checkpoint import CheckpointError, open_checkpoint
-from build.base.gguf_file import GgufError
 from build.model import decoder
 from tests.fakes import checkpoints, gguf_models, numpy_llama
 
@@ -61,7 +60,7 @@ def test_llama_3s_table_of_factors_becomes_its_rope_scaling(tmp_path):
     ones = opened(tmp_path / "1.gguf", config, tensors=weights | {"rope_freqs.weight": np.ones(32, np.float32)})
     assert ones.architecture.rope.kind == "default"
     odd = weights | {"rope_freqs.weight": np.linspace(1, 3, 32, dtype=np.float32)}
-    with pytest.raises(GgufError, match="is not Llama 3's scaling"):
+    with pytest.raises(CheckpointError, match="is not Llama 3's scaling"):
         opened(tmp_path / "2.gguf", config, tensors=odd)
 
 
@@ -127,7 +126,7 @@ def test_a_folder_of_one_gguf_file_is_that_file(tmp_path):
     ],
 )
 def test_what_cannot_be_built_is_one_sentence(metadata, message, tmp_path):
-    with pytest.raises(GgufError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         opened(tmp_path / "m.gguf", LLAMA, metadata=metadata)
     assert not layout.FETCHED.exists() or not list(layout.FETCHED.rglob("config.json"))
 
@@ -139,7 +138,7 @@ def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path):
         opened(tmp_path / "1.gguf", LLAMA, tensors=lacking)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[3\]; config\.json says \[64\]"):
         opened(tmp_path / "2.gguf", LLAMA, tensors=weights | {"model.norm.weight": np.ones(3, np.float32)})
-    with pytest.raises(GgufError, match="the weights lack token_embd.weight"):
+    with pytest.raises(CheckpointError, match="the weights lack token_embd.weight"):
         opened(tmp_path / "3.gguf", LLAMA, tensors={"model.norm.weight": np.ones(64, np.float32)})
 
 

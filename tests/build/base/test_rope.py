@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from build.base.rope import UnsupportedRope, from_config, inverse_frequencies
+from build.base.json_fields import BadField
+from build.base.rope import from_config, inverse_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -77,6 +78,6 @@ def test_yarn_takes_an_attention_factor_as_given():
     ],
 )
 def test_what_is_not_supported_is_said(config, says):
-    with pytest.raises(UnsupportedRope) as caught:
+    with pytest.raises(BadField) as caught:
         frequencies(**config)
     assert says in str(caught.value)

@@ -55,7 +55,7 @@ def test_every_shape_of_the_table_reads_and_its_name_may_be_written_small(tmp_pa
 def test_a_local_folder_is_read_before_the_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "float32"}))
     shape = shapes.find(str(tmp_path))
-    assert (shape.family, shape.architecture.num_layers, shape.source_dtype) == ("qwen", 2, "float32")
+    assert (shape.architecture.family, shape.architecture.num_layers, shape.source_dtype) == ("qwen", 2, "float32")
     assert not shapes.is_hub_id(str(tmp_path))
 
 

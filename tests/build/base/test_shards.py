@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from build.base.shards import BadShard, read_header
+from build.base.json_fields import BadField
+from build.base.shards import read_header
 from tests.fakes import checkpoints
 
 
@@ -44,7 +45,7 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     checkpoints.write_weights(tmp_path, {"a": np.ones((4, 4), np.float32)})
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadShard, match=r"model\.safetensors is truncated"):
+    with pytest.raises(BadField, match=r"model\.safetensors is truncated"):
         read_header(path)
 
 
@@ -61,5 +62,5 @@ def test_a_truncated_file_is_named(tmp_path, keep):
 )
 def test_a_header_that_lies_is_refused(tmp_path, header, says):
     write(tmp_path / "x.safetensors", header, b"\0" * 8)
-    with pytest.raises(BadShard, match=says):
+    with pytest.raises(BadField, match=says):
         read_header(tmp_path / "x.safetensors")

@@ -79,8 +79,6 @@ def test_texts_without_tokens_are_refused():
     for separator_id in (None, 0):
         with pytest.raises(InvalidArgument, match="calibration.dataset: its texts have no tokens"):
             token_blocks(["", ""], letters, size=2, max_seq_length=4, separator_id=separator_id)
-    with pytest.raises(InvalidArgument, match="size 0 and max_seq_length 4 must be positive"):
-        token_blocks(["a"], letters, size=0, max_seq_length=4)
 
 
 def write(folder, files):
@@ -159,8 +157,6 @@ def test_a_binary_file_and_an_unknown_name_are_refused(tmp_path):
         read_texts("wikitext")
     with pytest.raises(InvalidArgument, match="'~nobody-here/texts' is neither a local file or folder"):
         read_texts("~nobody-here/texts")
-    with pytest.raises(InvalidArgument, match="split: must be one of train, test, got 'dev'"):
-        read_texts("cpython", "dev")
 
 
 def test_cnn_dailymail_without_the_datasets_package_says_what_to_give_instead(monkeypatch):

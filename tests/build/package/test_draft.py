@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from build import engine
-from build.base import host
+from build.base import hardware
 from build.base.checkpoint import open_checkpoint
 from build.package import draft as drafts
 from build.recipe import memory
@@ -135,6 +135,6 @@ def test_a_draft_model_that_does_not_fit_this_machine_is_refused_before_the_buil
     made, arch = recipe(models, "other"), open_checkpoint(models / "model").architecture
     fits_without = memory.footprint(made, arch).total_bytes
     assert memory.footprint(made, arch, arch).total_bytes > fits_without
-    monkeypatch.setattr(host, "memory_bytes", lambda: fits_without)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: fits_without)
     with pytest.raises(Refused, match="tiny is refused by C5"):
         engine.build(made, models / "engines", lambda line: None)

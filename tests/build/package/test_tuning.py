@@ -1,12 +1,15 @@
 """Which run-time setting of several is served."""
 
+import dataclasses
+
 import pytest
 
-from build.base import host, shape
+from build.base import hardware, shape
 from build.package import tuning
 from build.package.tuning import Measured
 from build.recipe import memory
 from build.recipe import recipe as recipes
+from contract import manifest as manifests
 from tests.build.recipe.test_choice import TABLE
 
 OWN = {"KV_CACHE_PRECISION": "u8"}
@@ -64,7 +67,7 @@ def test_a_wider_kv_cache_is_measured_where_none_is_given_and_half_the_memory_ho
     assert len(tuning.properties(recipe(kv_cache_precision="u8"), ARCH)) == 2
     wider = memory.footprint(recipe(kv_cache_precision="f16"), ARCH).total_bytes
     for here, count in ((2 * wider, 4), (2 * wider - 1, 2), (None, 2)):
-        monkeypatch.setattr(host, "memory_bytes", lambda here=here: here)
+        monkeypatch.setattr(hardware, "memory_bytes", lambda here=here: here)
         assert len(tuning.properties(recipe(), ARCH)) == count
 
 
@@ -81,3 +84,43 @@ def test_settings_are_measured_in_turn_and_the_plugins_own_is_last(tiny_engine, 
     assert [each.properties["KV_CACHE_PRECISION"] for each in found] == ["f16", "u8"]
     assert list(found[0].steps_s) == [1, 8] and len(found[0].steps_s[8]) == tuning.ROUNDS * tuning.STEPS
     assert found[0].record()["tokens_per_s"]["8"] > 0 and found[1].words() == "the plugin's own, u8 KV"
+
+
+LOOKUP = {"mode": "prompt_lookup", "max_draft_len": 8, "ngram_size": 3}
+
+
+def drafting(**changes):
+    return recipe(speculative_decoding=LOOKUP | changes)
+
+
+def test_the_longer_one_is_chosen_where_its_steps_take_hardly_longer():
+    assert tuning.longer_if_cheap({3: 17.0, 8: 20.9}) == 8
+    assert tuning.longer_if_cheap({3: 20.8, 8: 39.3}) == 3
+
+
+def test_nothing_is_measured_where_there_is_no_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "LEAST_PARAMETERS", 0)
+    short = drafting(max_draft_len=3)
+    plain = recipe()
+    for made in (short, plain):
+        assert tuning.draft_length(tmp_path, made, {}, ARCH, print) is None
+    monkeypatch.setattr(tuning, "MOST_PARAMETERS", ARCH.num_parameters() - 1)
+    assert tuning.draft_length(tmp_path, drafting(), {}, ARCH, print) is None
+
+
+@pytest.mark.slow
+def test_steps_of_an_engine_are_timed_and_its_manifest_has_the_choice(tiny_engine, monkeypatch):
+    monkeypatch.setattr(tuning, "LEAST_PARAMETERS", 0)
+    told = []
+    properties = manifests.load(tiny_engine).properties
+    found = tuning.draft_length(tiny_engine, drafting(), properties, ARCH, told.append)
+    assert found["chosen"] in (3, 8) and min(found["step_ms"].values()) > 0 and set(found["step_ms"]) == {"3", "8"}
+    assert f": {found['chosen']} at most" in told[0]
+
+
+def test_an_engine_drafts_what_was_chosen_for_it(tiny_engine):
+    engine = manifests.load(tiny_engine)
+    lookup = dataclasses.replace(engine, recipe={**engine.recipe, "speculative_decoding": LOOKUP}, evaluation=None)
+    assert engine.draft_tokens == 0 and lookup.draft_tokens == 8
+    chosen = dataclasses.replace(lookup, evaluation={"draft_length": {"chosen": 3, "step_ms": {}}})
+    assert chosen.draft_tokens == 3

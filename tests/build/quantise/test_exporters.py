@@ -4,7 +4,11 @@ import sys
 
 import pytest
 
+from build.base.architecture import from_config
 from build.quantise import exporters
+from tests.fakes import checkpoints
+
+QWEN2, LLAMA = (from_config(checkpoints.CONFIGS[name]) for name in ("qwen2", "llama_gqa"))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +32,7 @@ def test_rope_scaling_is_written_as_transformers_4_does(config, scaling):
 def test_the_stand_in_modules_are_gone_afterwards_also_after_an_error(monkeypatch, before):
     if before is not None:
         monkeypatch.setitem(sys.modules, "tensorrt_llm.models", before)
-    with pytest.raises(RuntimeError, match="inside"), exporters.exporter_modules("Qwen2ForCausalLM"):
+    with pytest.raises(RuntimeError, match="inside"), exporters.exporter_modules(QWEN2):
         from tensorrt_llm.models import MODEL_MAP
         from tensorrt_llm.models.modeling_utils import Mapping, QuantConfig
 
@@ -46,5 +50,5 @@ def test_the_stand_in_modules_are_gone_afterwards_also_after_an_error(monkeypatc
 
 
 def test_llama_needs_no_stand_in():
-    with exporters.exporter_modules("LlamaForCausalLM"):
+    with exporters.exporter_modules(LLAMA):
         assert "tensorrt_llm" not in sys.modules

@@ -156,8 +156,8 @@ def test_query_key_and_value_must_round_their_common_input_alike(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algo": "NVFP4"}, "quant_algo 'NVFP4' with KV cache None is not read"),
-        ({"kv": "NVFP4"}, "quant_algo 'FP8' with KV cache 'NVFP4' is not read"),
+        ({"algo": "NVFP4"}, "quant_algo is 'NVFP4'; read are FP8"),
+        ({"kv": "NVFP4"}, "kv_cache_quant_algo is 'NVFP4'; read are None"),
         ({"algo": "W4A16_AWQ"}, "group_size is missing"),
         ({"kv": "FP8"}, "lacks model.layers.0.self_attn.k_proj.k_scale"),
     ],

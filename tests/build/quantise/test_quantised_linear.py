@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from build.quantise import quantised_linear
-from build.quantise.quantised_linear import Stored, linear
+from build.quantise.quantised_linear import linear
 from tests.fakes.packed_int4 import pack_int4
 
 INPUT = np.array([[1.0, -0.3, 0.02, 700.0], [0.0, 0.0, 0.0, 0.0]], dtype=np.float32)
@@ -17,14 +17,14 @@ def f32(*values):
 
 
 def test_whole_weights_are_multiplied_as_they_are():
-    layer = linear(None, Stored(weight=np.eye(4, dtype=np.float32), bias=f32(1, 2, 3, 4)))
+    layer = linear(None, np.eye(4, dtype=np.float32), bias=f32(1, 2, 3, 4))
     assert np.array_equal(layer(INPUT), INPUT + f32(1, 2, 3, 4))
 
 
 def test_fp8_rounds_inputs_in_units_of_the_activation_scale_and_saturates():
     weight = np.full((4, 4), ONE, np.uint8)
     weight[1] |= 0x80  # -1.0
-    layer = linear("FP8", Stored(weight, scale=f32(0.25), input_scale=f32(0.5)))
+    layer = linear("FP8", weight, scale=f32(0.25), input_scale=f32(0.5))
     assert layer.weight.tolist() == [[0.25] * 4, [-0.25] * 4, [0.25] * 4, [0.25] * 4]
     # In units of 0.5: 2, -0.6 -> -0.625, 0.04 -> 0.0390625, 1400 -> 448.
     expected = 0.5 * (2 - 0.625 + 0.0390625 + 448) * 0.25
@@ -32,13 +32,14 @@ def test_fp8_rounds_inputs_in_units_of_the_activation_scale_and_saturates():
 
 
 def test_int8_rounds_smoothed_inputs_to_integers_and_saturates():
-    stored = Stored(np.ones((4, 4), np.int8), scale=EVERY_ROW, input_scale=f32(0.1), prequant=f32(2, 1, 1, 1))
+    scales = {"scale": EVERY_ROW, "input_scale": f32(0.1), "prequant": f32(2, 1, 1, 1)}
+    layer = linear("W8A8_SQ_PER_CHANNEL", np.ones((4, 4), np.int8), **scales)
     total = 0.1 * (20 - 3 + 0 + 127)
-    np.testing.assert_allclose(linear("W8A8_SQ_PER_CHANNEL", stored)(INPUT)[0], total * EVERY_ROW, rtol=1e-6)
+    np.testing.assert_allclose(layer(INPUT)[0], total * EVERY_ROW, rtol=1e-6)
 
 
 def test_fp8_per_token_scales_each_token_by_its_own_largest_input():
-    layer = linear("FP8_PER_CHANNEL_PER_TOKEN", Stored(np.full((4, 4), ONE, np.uint8), scale=EVERY_ROW))
+    layer = linear("FP8_PER_CHANNEL_PER_TOKEN", np.full((4, 4), ONE, np.uint8), scale=EVERY_ROW)
     x = f32([448, 1, 0, 0], [44.8, 0.1, 0, 0])  # the same token at two volumes
     np.testing.assert_allclose(layer(x), [449 * EVERY_ROW, 44.9 * EVERY_ROW], rtol=1e-6)
     assert not layer(INPUT)[1].any()
@@ -46,16 +47,15 @@ def test_fp8_per_token_scales_each_token_by_its_own_largest_input():
 
 def test_int4_multiplies_each_block_of_columns_by_its_scale_and_rounds_no_input():
     packed = pack_int4(np.array([[1, 2, 3, 4], [-8, 7, 0, 1]], dtype=np.int8))
-    stored = Stored(packed, scale=f32([10, 1], [1, 2]), prequant=f32(1, 1, 0.5, 1))
-    layer = linear("W4A16_AWQ", stored)
+    layer = linear("W4A16_AWQ", packed, scale=f32([10, 1], [1, 2]), prequant=f32(1, 1, 0.5, 1))
     assert layer.weight.tolist() == [[10, 20, 3, 4], [-8, 7, 0, 2]]
     np.testing.assert_allclose(layer(INPUT)[0], [10 - 6 + 0.03 + 2800, -8 - 2.1 + 1400], rtol=1e-6)
 
 
 def test_w4a8_weights_pass_through_fp8_in_units_of_their_second_scale():
     packed = pack_int4(np.full((4, 4), 7, np.int8))
-    stored = Stored(packed, scale=np.full((4, 1), 0.31, np.float32), scale_2=f32(0.01), input_scale=f32(1))
-    layer = linear("W4A8_AWQ", stored)
+    scale = np.full((4, 1), 0.31, np.float32)
+    layer = linear("W4A8_AWQ", packed, scale=scale, scale_2=f32(0.01), input_scale=f32(1))
     np.testing.assert_allclose(layer.weight, 2.24, rtol=1e-6)  # 7 * 0.31 / 0.01 = 217 is nearest to E4M3's 224
     assert layer(f32([500, 0, 0, 0]))[0, 0] == layer(f32([448, 0, 0, 0]))[0, 0]
 
@@ -63,7 +63,7 @@ def test_w4a8_weights_pass_through_fp8_in_units_of_their_second_scale():
 @pytest.mark.parametrize(("algo", "steps"), [("W8A16", 128), ("W4A16", 8)])
 def test_weight_only_formats_are_rounded_as_the_builder_would(algo, steps):
     row = f32(1.0, -1.0, 0.5, 0.013)
-    layer = linear(algo, Stored(np.stack([row, 10 * row, 0 * row])))
+    layer = linear(algo, np.stack([row, 10 * row, 0 * row]))
     scale = 1 / steps
     expected = f32(1 - scale, -1.0, 0.5, np.rint(row[3] / scale) * scale)  # the positive end has one step less
     np.testing.assert_allclose(layer.weight, [expected, 10 * expected, 0 * expected], rtol=1e-6)

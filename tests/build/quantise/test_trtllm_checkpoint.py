@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from build.base import numerics
-from build.quantise import trtllm_checkpoint
+from build.quantise import quantised_linear
 from build.quantise.quantised_linear import ARRAY_DTYPES, BadCheckpoint
-from build.quantise.trtllm_checkpoint import expected_tensors, read
+from build.quantise.trtllm_checkpoint import check_values, expected_tensors, read
 from tests.fakes import numpy_llama
 
 OBSERVED = json.loads(Path(__file__).with_name("checkpoint_tensors_observed.json").read_text())
@@ -29,7 +29,7 @@ def config_of(
     group=4, **more,
 ):  # fmt: skip
     quantization = {"quant_algo": algo, "kv_cache_quant_algo": kv}
-    if algo in trtllm_checkpoint.AWQ:
+    if algo in quantised_linear.AWQ:
         quantization |= {"group_size": group, "has_zero_point": False, "pre_quant_scale": True}
     return {
         "architecture": ARCHITECTURES[family], "dtype": "bfloat16", "vocab_size": vocab, "hidden_size": hidden,
@@ -89,7 +89,7 @@ def split_for_tp(config, tensors, tp):
     for rank in range(tp):
         mine = {}
         for name, (dtype, array) in tensors.items():
-            packed = 2 if dtype == "I8" and config["quantization"]["quant_algo"] in trtllm_checkpoint.AWQ else 1
+            packed = 2 if dtype == "I8" and config["quantization"]["quant_algo"] in quantised_linear.AWQ else 1
             if "embedding" in name or "lm_head" in name:
                 rows = math.ceil(len(array) / tp)
                 padded = np.zeros((rows * tp, array.shape[1]), array.dtype)
@@ -113,7 +113,7 @@ def split_for_tp(config, tensors, tp):
     return ranks
 
 
-ALGOS = [algo for algo in trtllm_checkpoint.QUANT_ALGOS]
+ALGOS = list(quantised_linear.QUANT_ALGOS)
 
 
 @st.composite
@@ -146,7 +146,7 @@ def test_ranks_join_bit_for_bit_to_the_whole(tmp_path, drawn):
     for name, (_, array) in whole.items():
         result = joined.tensor(name)
         assert result.dtype == array.dtype and np.array_equal(result, array), name
-    trtllm_checkpoint.check_values(joined.stored())
+    check_values(joined.stored())
 
 
 @pytest.mark.parametrize("variant", OBSERVED["tensors_layer0_and_globals"])
@@ -293,7 +293,7 @@ def test_values_that_no_engine_can_use_are_refused(one, name, bits, message):
     array.flat[0] = bits
     ranks[1][name] = (dtype, array)
     with pytest.raises(BadCheckpoint, match=f"rank1.safetensors: .*{message}"):
-        trtllm_checkpoint.check_values(read(write(folder, config, ranks)).stored())
+        check_values(read(write(folder, config, ranks)).stored())
 
 
 def hugging_face(checkpoint):

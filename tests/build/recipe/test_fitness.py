@@ -4,10 +4,15 @@ import pytest
 from gpu_recipes import LLAMA_8B, LLAMA_70B, QWEN3_8B, QWEN_7B, case
 
 from build.base import shape as shapes
+from build.recipe import commands
 from build.recipe import recipe as recipes
 from build.recipe.case import Case
 from build.recipe.fitness import CHECKS
 from build.recipe.verdict import check, judge, refused
+
+MODES = ("medusa", "eagle", "explicit_draft_tokens")
+BF16 = {"precision": "bf16", "kv_cache_precision": "auto"}
+AWQ = {"precision": "int4_awq", "kv_cache_precision": "auto"}
 
 
 def reason(rule: str, **changes: object) -> str | None:
@@ -253,3 +258,110 @@ def test_q4_what_verify_cannot_read_is_said_before_anything_runs(changes, said):
 )
 def test_q4_leaves_alone_what_verify_reads(changes):
     assert reason("Q4", **changes) is None
+
+
+def spec(mode: str, **changes: object) -> dict[str, object]:
+    return {"speculative_decoding": {"mode": mode, "max_draft_len": 4} | changes}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d1_drafting_excludes_beam_search(mode):
+    assert "got 4: TensorRT-LLM's decodingLayer" in reason("D1", max_beam_width=4, **spec(mode))
+    assert reason("D1", **spec(mode)) is None and reason("D1", max_beam_width=4) is None
+    assert refused(judge(case(max_beam_width=4, **spec(mode))))
+
+
+def test_d1_beam_search_is_answered_with_one_beam():
+    found = {f.rule: f for f in judge(case(max_beam_width=4, **spec("explicit_draft_tokens")))}
+    assert found["D1"].instead == "max_beam_width = 1"
+
+
+def test_d3_eagle_is_for_llama_on_tensor_parallel_ranks():
+    assert "Llama checkpoints only; this model is Qwen2ForCausalLM" in reason("D3", model=QWEN_7B, **spec("eagle"))
+    assert "pp must be 1 with EAGLE, got 2" in reason("D3", pp=2, **spec("eagle"))
+    assert reason("D3", tp=2, **spec("eagle")) is None and reason("D3", model=QWEN_7B, **spec("medusa")) is None
+
+
+def test_d4_eagle_is_listed_for_16_bit_weights():
+    assert "not fp8" in reason("D4", **spec("eagle"))
+    assert reason("D4", precision="bf16", kv_cache_precision="auto", **spec("eagle")) is None
+
+
+def test_d5_medusa_heads_must_be_there(tmp_path):
+    assert "got 'no/such-heads'" in reason("D5", **spec("medusa", medusa_model="no/such-heads"))
+    assert reason("D5", **spec("medusa", medusa_model=str(tmp_path))) is None and reason("D5", **spec("medusa")) is None
+
+
+@pytest.mark.parametrize("choices", ["[[0], [0, 0]]", "{0}, {0, x}", "{}", "{0} {1}", "top 4"])
+def test_d6_choices_must_parse(choices):
+    assert f"got {choices!r}" in reason("D6", **spec("eagle", choices=choices))
+    assert "D6" not in {f.rule for f in check(case(**spec("eagle", choices="{0}, {0, 0}, {1}")))}
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_u3_group_size_is_for_grouped_weights(size):
+    found = judge(case(group_size=size, **BF16))
+    assert found[0].rule == "U3" and found[0].instead == "without group_size"
+    assert reason("U3", group_size=size) and reason("U3", group_size=size, **AWQ) is None
+    assert reason("U3", **BF16) is None
+
+
+def test_u4_calibration_is_for_what_is_measured():
+    texts = {"calibration": {"size": 64}}
+    found = judge(case(**texts, **BF16))
+    assert found[0].rule == "U4" and found[0].instead == "without [calibration]"
+    assert reason("U4", precision="int8_wo", kv_cache_precision="auto", **texts)
+    assert reason("U4", **texts) is None and reason("U4", **texts, **AWQ) is None and reason("U4", **BF16) is None
+    assert reason("U4", precision="bf16", kv_cache_precision="int8", **texts) is None  # the converter measures it
+
+
+def test_u4_texts_for_the_converters_int8_kv_cache_are_passed_on():
+    texts = {"calibration": {"dataset": "path/cnn_dailymail"}}
+    drawn = case(precision="bf16", kv_cache_precision="int8", **texts)
+    line = commands.line(commands.checkpoint(drawn.recipe, drawn.shape))
+    assert "--int8_kv_cache" in line and "--calib_dataset path/cnn_dailymail" in line
+
+
+def test_u5_latency_is_for_fp8_below_sm_100():
+    found = judge(case(optimize_for="latency", **BF16))
+    assert found[0].rule == "U5" and found[0].instead == 'optimize_for = "balanced"'
+    assert reason("U5", optimize_for="latency", gpu="b200")
+    assert reason("U5", optimize_for="latency") is None and reason("U5", optimize_for="throughput", **BF16) is None
+
+
+def test_u6_a_revision_is_of_a_hub_model(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024,'
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8192}'
+    )
+    assert "has no effect on the local folder" in reason("U6", model=str(tmp_path), revision="main")
+    assert reason("U6", model=LLAMA_8B, revision="main") is None and reason("U6", model=str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        ({"max_encoder_input_len": 512}, {}),
+        ({"moe_plugin": "auto"}, {}),
+        ({"paged_state": "disable"}, {}),
+        ({"gemm_allreduce_plugin": "bfloat16"}, {}),
+        ({"pp_reduce_scatter": "enable"}, {"tp": 2}),
+        ({"fuse_fp4_quant": "enable"}, {}),
+        ({"weight_streaming": True}, {}),
+        ({"use_fp8_context_fmha": "enable"}, {"precision": "bf16", "kv_cache_precision": "auto"}),
+        ({"use_fp8_context_fmha": "enable"}, {"precision": "w4a8_awq", "kv_cache_precision": "auto"}),
+    ],
+)
+def test_u7_options_are_of_this_network(build, changes):
+    assert f"{next(iter(build))} has no effect" in reason("U7", build=build, **changes)
+
+
+def test_u7_options_with_an_effect_are_let_through():
+    assert reason("U7", tp=2, build={"gemm_allreduce_plugin": "bfloat16"}) is None
+    assert reason("U7", precision="w4a8_awq", build={"use_fp8_context_fmha": "enable"}) is None
+    assert reason("U7", pp=2, build={"pp_reduce_scatter": "enable"}) is None
+    assert reason("U7", gpu="b200", precision="nvfp4", build={"fuse_fp4_quant": "enable"}) is None
+
+
+def test_a_right_recipe_has_no_key_without_effect():
+    assert all(rule.reason(case()) is None for name, rule in CHECKS.items() if name[0] == "U")

@@ -10,11 +10,7 @@ from build.base import shape as shapes
 from build.recipe import recipe as recipes
 from build.recipe import schema, verdict
 from build.recipe.case import Case, Severity
-
-if recipes.sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from contract.toml_table import tomllib
 
 
 def alternative(rule: str, **changes: object) -> str:
