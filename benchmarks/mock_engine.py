@@ -13,7 +13,7 @@ from pathlib import Path
 
 from python_backends.cpu_engine import model
 from python_backends.cpu_engine.link import Listener
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
 
 

@@ -64,8 +64,7 @@ def main(folder: Path) -> None:
 
     from contract import manifest
     from contract.generation import SamplingParams
-    from python_backends.cpu_engine.pipeline import open_pipeline
-    from python_backends.cpu_engine.worker import generation_config
+    from python_backends.cpu_engine.worker import generation_config, open_pipeline
 
     pipeline = open_pipeline(folder, manifest.load(folder))
     print(json.dumps("loaded"), flush=True)

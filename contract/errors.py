@@ -141,6 +141,11 @@ def make(cls: type[TridentError], message: str) -> TridentError:
     return cls(message)
 
 
+def of_ours(exc: Exception, problem: str) -> TridentError:
+    """Return ``exc`` if it is one of these errors, else EngineFailed, which says ``problem`` before it."""
+    return exc if isinstance(exc, TridentError) else EngineFailed(f"{problem}: {exc!r}")
+
+
 def to_text(error: TridentError) -> str:
     """Return the in-band form of an error, e.g. ``Overloaded: queue full: …``."""
     return f"{type(error).__name__}: {error}"

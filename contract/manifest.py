@@ -68,7 +68,7 @@ class EngineManifest:
     memory_bytes: memory of a CPU engine's process with its whole KV pool, as planned; None for other kinds and for
         engines built before it was recorded.
     adapters: LoRA adapters that requests can name, in the order of their numbers, from 1.
-    adapter_first_token_id: the id that most prompts begin with (python_backends/adapter_ids.py); None without adapters.
+    adapter_first_token_id: the id that most prompts begin with (python_backends/adapters.py); None without adapters.
     encoder: fields of contract.encoder.Encoder, of an embedding or rerank engine only.
     """
 

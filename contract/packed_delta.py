@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<II")
 
 
 def pack(delta: TokenDelta) -> bytes:
-    """Return ``delta`` as bytes, without its sections, which no ensemble makes."""
+    """Return ``delta`` as bytes, without its sections, which no ensemble makes, and without timings of no token."""
     ids, text = delta.token_ids, delta.text.encode()
     data = struct.pack(f"<II{len(ids)}i", len(ids), len(text), *ids) + text
     reason, usage, timings = delta.finish_reason, delta.usage, delta.timings
@@ -31,7 +31,7 @@ def pack(delta: TokenDelta) -> bytes:
         reason and reason.value,
         delta.stop_reason,
         usage and (usage.input_tokens, usage.output_tokens, usage.cached_tokens),
-        timings and astuple(timings),
+        astuple(timings) if timings and timings.first_token_ns else None,
         delta.error,
         delta.top_log_probs,
         delta.prompt_ids,

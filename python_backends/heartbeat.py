@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from types import TracebackType
 
 from contract import thread_dump
 
@@ -30,10 +29,7 @@ class Heartbeat:
     """Sends from construction to ``close``; used as a context manager around every call of the model."""
 
     def __init__(self, name: str, period_s: float = PERIOD_S) -> None:
-        """
-        name: the supervisor's abstract unix datagram socket.
-        period_s: seconds between two heartbeats.
-        """
+        """name: the supervisor's abstract unix datagram socket. period_s: seconds between two heartbeats."""
         self._address = "\0" + name
         self._period_s = period_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -53,9 +49,7 @@ class Heartbeat:
         self._began_s = time.time()
         self._calling = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tick()
         self._calling = False
         if self._given_up and not self._closed.is_set():
@@ -64,10 +58,8 @@ class Heartbeat:
             os._exit(1)  # without what a stub frees at its exit
 
     def engine_hung(self, reason: str) -> None:
-        """Ask the supervisor to restart the server; running streams end with ``reason``.
-
-        Repeated with every heartbeat: a datagram can be lost, and the restart ends this process.
-        """
+        """Ask the supervisor to restart the server; running streams end with ``reason``. Repeated with every heartbeat:
+        a datagram can be lost, and the restart ends this process."""
         self._hung = f"engine_hung {reason}"
         self._send(self._hung)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.errors import PromptTooLong
+import numpy as np
+from numpy.typing import ArrayLike
+
+from contract.errors import InvalidArgument, PromptTooLong
 from contract.manifest import EngineManifest
 from contract.scheduling import BLOCK_TOKENS
 
@@ -28,13 +31,8 @@ class EngineLimits:
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> EngineLimits:
         """Read the limits of a built engine."""
-        return cls(
-            manifest.vocab_size,
-            manifest.max_seq_len,
-            manifest.max_batch_size,
-            manifest.kv_cache_blocks,
-            max_draft_len=manifest.draft_tokens,
-        )
+        sizes = manifest.max_seq_len, manifest.max_batch_size, manifest.kv_cache_blocks
+        return cls(manifest.vocab_size, *sizes, manifest.draft_tokens)
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -61,27 +59,31 @@ def check_fits(
     """Check that prompt and output fit the engine's length and its KV cache.
 
     prompt, output: names of the two fields for the error.
-
-    Raises:
-        PromptTooLong: they do not.
+    Raises PromptTooLong: they do not.
     """
     total = prompt_tokens + max_tokens
     if prompt_tokens > limits.max_seq_len - min(1, max_tokens):
-        raise PromptTooLong(
-            prompt,
-            f"must have at most {limits.max_seq_len - 1} tokens, because prompt and output together may have "
-            f"{limits.max_seq_len} (max_seq_len), got {prompt_tokens}",
-        )
+        allowed = f"{limits.max_seq_len - 1} tokens, because prompt and output together may have {limits.max_seq_len}"
+        raise PromptTooLong(prompt, f"must have at most {allowed} (max_seq_len), got {prompt_tokens}")
     if total > limits.max_seq_len:
-        raise PromptTooLong(
-            output,
-            f"must be at most {limits.max_seq_len - prompt_tokens} with a prompt of {prompt_tokens} tokens, because "
-            f"both together may have {limits.max_seq_len} (max_seq_len), got {max_tokens}",
-        )
+        allowed = f"{limits.max_seq_len - prompt_tokens} with a prompt of {prompt_tokens} tokens, because both together"
+        problem = f"must be at most {allowed} may have {limits.max_seq_len} (max_seq_len), got {max_tokens}"
+        raise PromptTooLong(output, problem)
     blocks = limits.blocks(total)
     if blocks > limits.kv_cache_blocks:
-        raise PromptTooLong(
-            output,
-            f"must need at most {limits.kv_cache_blocks} KV cache blocks of {BLOCK_TOKENS} tokens together with "
-            f"the prompt, got {total} tokens, which need {blocks}",
-        )
+        allowed = f"{limits.kv_cache_blocks} KV cache blocks of {BLOCK_TOKENS} tokens together with the prompt"
+        raise PromptTooLong(output, f"must need at most {allowed}, got {total} tokens, which need {blocks}")
+
+
+def check_ids(name: str, ids: ArrayLike, vocab_size: int) -> None:
+    """Check that all ids are in the vocabulary. Raises InvalidArgument: one is not."""
+    found = np.asarray(ids)
+    wrong = found[(found < 0) | (found >= vocab_size)]
+    if wrong.size:
+        raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {wrong[0]}")
+
+
+def check_end_id(end_id: int, vocab_size: int) -> None:
+    """Check an end id, -1 for none. Raises InvalidArgument: it is not in the vocabulary."""
+    if not -1 <= end_id < vocab_size:
+        raise InvalidArgument("end_id", f"must be 0 to {vocab_size - 1}, or -1 for none, got {end_id}")

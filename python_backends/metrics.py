@@ -9,7 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from contract import manifest as manifests
+from contract.errors import BY_NAME
 
 # OpenTelemetry's bucket advice for gen_ai.server.* (seconds).
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -28,8 +33,7 @@ class Metrics:
 
     def __init__(self, family: Callable[[str, str, str], Any]) -> None:
         """family: return a Triton metric family; takes name, description and kind, see triton_io.metric_family."""
-        self._make_family = family
-        self._families: dict[str, Any] = {}
+        self._family = cache(family)
         self._metrics: dict[tuple[Any, ...], Any] = {}
         self._gauges: dict[tuple[Any, ...], float] = {}
         self._pending: deque[tuple[str, Any, float]] = deque(maxlen=_MAX_PENDING)
@@ -62,11 +66,21 @@ class Metrics:
 
         return set_value
 
-    def flush(self) -> None:
-        """Send everything pending to Triton, a counter's values as their sum. One thread only.
+    def errors(self, **labels: str) -> Callable[[Exception], None]:
+        """Return a function that counts a request that was refused or failed, by its error."""
+        name, what = "trident_errors_total", "Requests refused or failed, by error"
+        counts = {kind: self.counter(name, what, **labels, error_type=kind) for kind in BY_NAME}
+        return lambda error: counts[type(error).__name__]()
 
-        Gauges come last: a page that was read meanwhile and says that nothing runs has counted what ran.
-        """
+    def show_engine(self, engine_dir: Path, manifest: manifests.EngineManifest) -> None:
+        """Set the gauge that names the engine. Caches in front of the server use the digest in their keys."""
+        labels = {"engine": manifest.name, "kind": manifest.kind}
+        labels["manifest_sha256"] = manifests.sha256_file(engine_dir / manifests.FILE_NAME)
+        self.gauge("trident_engine_info", "1; the labels name the engine that is served", **labels)(1)
+
+    def flush(self) -> None:
+        """Send everything pending to Triton, a counter's values as their sum. One thread only. Gauges come last: a page
+        that was read meanwhile and says that nothing runs has counted what ran."""
         try:
             self._send_pending()
         except Exception:
@@ -95,10 +109,8 @@ class Metrics:
     ) -> Any:
         key = (name, *sorted(labels.items()))
         if key not in self._metrics:
-            if name not in self._families:
-                self._families[name] = self._make_family(name, description, kind)
             extra = {"buckets": [float(bucket) for bucket in buckets]} if buckets else {}
-            self._metrics[key] = self._families[name].Metric(labels=labels, **extra)
+            self._metrics[key] = self._family(name, description, kind).Metric(labels=labels, **extra)
         return self._metrics[key]
 
 

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from contract import errors
 from contract.errors import EngineFailed, InvalidArgument, TridentError
-from python_backends.adapter_weights import BF16
+from python_backends.adapters import BF16
 
 # The stub fills pb_utils with the server's types only after it has imported the model, so nothing here may touch
 # them at import. The flag's value is TRITONSERVER_RESPONSE_COMPLETE_FINAL of Triton's C API.
@@ -70,22 +70,15 @@ class Inputs:
         return None if tensor is None else tensor.as_numpy()
 
     def required(self, name: str) -> np.ndarray:
-        """Return the tensor with its batch dimension.
-
-        Raises:
-            InvalidArgument: it is absent.
-        """
+        """Return the tensor with its batch dimension. Raises InvalidArgument: it is absent."""
         array = self.array(name)
         if array is None:
             raise InvalidArgument(name, "must be sent, got no such tensor")
         return array
 
     def scalar(self, name: str, default: Any = None) -> Any:
-        """Return the tensor's value as int, float, bool or bytes.
-
-        Raises:
-            InvalidArgument: it holds no value or several.
-        """
+        """Return the tensor's value as int, float, bool or bytes. Raises InvalidArgument: it holds no value or
+        several."""
         array = self.array(name)
         if array is None:
             return default
@@ -111,11 +104,7 @@ class Inputs:
 
 
 def decode_text(name: str, value: bytes | str) -> str:
-    """Decode UTF-8.
-
-    Raises:
-        InvalidArgument: the bytes are not UTF-8, or hold a NUL character.
-    """
+    """Decode UTF-8. Raises InvalidArgument: the bytes are not UTF-8, or hold a NUL character."""
     if isinstance(value, str):
         value = value.encode()
     try:
@@ -165,12 +154,8 @@ def error_response(error: TridentError) -> Any:
 
 def stop_request(model: str, request_id: str) -> None:
     """Send TensorRT-LLM's stop request to ``model`` and wait for the response; do not call it in Triton's thread."""
-    inputs = {
-        "input_ids": row([0]),
-        "input_lengths": row([1]),
-        "request_output_len": row([1]),
-        "stop": row([True], np.bool_),
-    }
+    inputs = {name: row([1]) for name in ("input_ids", "input_lengths", "request_output_len")}
+    inputs["stop"] = row([True], np.bool_)
     request = pb_utils.InferenceRequest(
         model_name=model,
         request_id=request_id,
@@ -182,29 +167,19 @@ def stop_request(model: str, request_id: str) -> None:
 
 
 def infer(model: str, inputs: dict[str, np.ndarray], output: str) -> None:
-    """Make a request to ``model`` of this server and wait for its response; do not call it in Triton's thread.
-
-    Raises:
-        EngineFailed: it has an error.
-    """
+    """Make a request to ``model`` of this server and wait for its response; do not call it in Triton's thread. Raises
+    EngineFailed: it has an error."""
     tensors = [pb_utils.Tensor(name, array) for name, array in inputs.items()]
-    request = pb_utils.InferenceRequest(model_name=model, requested_output_names=[output], inputs=tensors)
-    answer = request.exec()
+    answer = pb_utils.InferenceRequest(model_name=model, requested_output_names=[output], inputs=tensors).exec()
     if answer.has_error():
         raise EngineFailed(f"{model}: {answer.error().message()}")
 
 
 def metric_family(name: str, description: str, kind: str) -> Any:
-    """Return a Triton metric family; Triton merges families of one name that several models make.
-
-    kind: counter, gauge or histogram.
-    """
-    kinds = {
-        "counter": pb_utils.MetricFamily.COUNTER,
-        "gauge": pb_utils.MetricFamily.GAUGE,
-        "histogram": pb_utils.MetricFamily.HISTOGRAM,
-    }
-    return pb_utils.MetricFamily(name=name, description=description, kind=kinds[kind])
+    """Return a Triton metric family of the kind counter, gauge or histogram; Triton merges families of one name that
+    several models make."""
+    kind = getattr(pb_utils.MetricFamily, kind.upper())
+    return pb_utils.MetricFamily(name=name, description=description, kind=kind)
 
 
 def log_error(message: str) -> None:

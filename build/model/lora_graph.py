@@ -1,7 +1,7 @@
 """Several LoRA adapters inside one graph, chosen per sequence by the id of its first token.
 
 With V tokens and N adapters an id stands for a token and, at a sequence's first position, for an adapter too
-(python_backends/adapter_ids.py). The number of the adapter reaches every later token of the sequence through one more
+(python_backends/adapters.py). The number of the adapter reaches every later token of the sequence through one more
 attention head of the KV cache: its key is far above all others at the marked token, its value is the adapter's one-hot.
 The head's output chooses among the adapters' low-rank products, which all adapters of a matrix share:
 

@@ -77,7 +77,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: No
 
 
 def adapter_first_token_id(checkpoint: Checkpoint, recipe: Recipe) -> int | None:
-    """The id that most prompts begin with, see python_backends/adapter_ids.py; None without adapters."""
+    """The id that most prompts begin with, see python_backends/adapters.py; None without adapters."""
     return side_files.first_token_id(checkpoint.folder, checkpoint.bos_token_id) if recipe.adapters else None
 
 

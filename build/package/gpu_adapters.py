@@ -19,7 +19,7 @@ from build.recipe import commands
 from build.recipe.recipe import Recipe
 from build.recipe.schema import LLMAPI
 from contract.errors import InvalidArgument
-from python_backends.adapter_weights import BF16, CONFIG_FILE, WEIGHTS_FILE, adapter_folder
+from python_backends.adapters import BF16, CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 
 
 def package(recipe: Recipe, model: Checkpoint, engine: Path, dtype: str) -> list[Path]:

@@ -31,7 +31,7 @@ from contract.errors import EngineFailed, InvalidArgument
 from contract.manifest import FILE_NAME
 from contract.tensors import Tensor
 from python_backends.grammar import vocabulary
-from python_backends.grammar.messages import TOKENIZER_INFO
+from python_backends.grammar.checker import TOKENIZER_INFO
 
 # Their variants around an engine that sends bare ids; the ensembles first.
 BARE_ENGINE_STEPS = ("ensemble", "ensemble_packed", "detokenizer", "detokenizer_packed")

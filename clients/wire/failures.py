@@ -40,7 +40,7 @@ _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), error)
     for pattern, error in (
         (r"exceeds maximum queue size|PEFT cache is full", Overloaded),
-        (r"Please send LoRA weights with request", Unavailable),  # the next one does (detokenizer/adapter_cache.py)
+        (r"Please send LoRA weights with request", Unavailable),  # the next one does (request_id_streams.py)
         (r"request timeout expired", DeadlineExceeded),
         (r"protocol is restricted", PermissionDenied),
         (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),

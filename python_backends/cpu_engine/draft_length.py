@@ -55,11 +55,9 @@ class StepTimes:
             if not self.knows(number, drafts=kind):
                 self.costs.pop(number, None)
         if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
-            drafted_s, plain_s = (self._median_s(sequences, drafts=kind) for kind in (True, False))
+            both = self._seconds[sequences, True], self._seconds[sequences, False]
+            drafted_s, plain_s = (statistics.median(taken_s for _, taken_s in steps) for steps in both)
             self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
-
-    def _median_s(self, sequences: int, *, drafts: bool) -> float:
-        return statistics.median(taken_s for _, taken_s in self._seconds[sequences, drafts])
 
     def knows(self, sequences: int, *, drafts: bool) -> bool:
         """Return whether such steps were seen often enough."""
@@ -67,10 +65,7 @@ class StepTimes:
 
 
 class DraftLength:
-    """The length for the next request.
-
-    most: of the recipe. slots: sequences that the engine can time together.
-    """
+    """The length for the next request. most: of the recipe. slots: sequences that the engine can time together."""
 
     def __init__(self, most: int, slots: int) -> None:
         self._most = most
@@ -132,8 +127,8 @@ class DraftLength:
     def cost(self, sequences: int) -> float:
         """Return how many plain steps longer a step with drafts takes, between the nearest numbers that are known.
 
-        Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for
-        as long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
+        Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for as
+        long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
         """
         if self.untimed in self._idle_steps[:4]:  # of one and of the most
             return 0.0 if sequences == 1 else math.inf
@@ -142,10 +137,7 @@ class DraftLength:
         return float(np.interp(sequences, known, [costs[n] for n in known]))
 
     def observe(self, accepted: int, position: int) -> None:
-        """Take in a step that accepted so many draft tokens of a sequence.
-
-        position: tokens that the sequence had made before.
-        """
+        """Take in a step that accepted so many draft tokens of a sequence that had made ``position`` tokens before."""
         part = _EARLY_PART if position < _EARLY else 1.0
         weight = part * max(_WEIGHT, 1 / (_EXPECTED_STEPS + self._seen))
         self._seen += part

@@ -11,6 +11,7 @@ few are left, with what they have generated.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -26,7 +27,6 @@ from contract.scheduling import (
     undrafted_from,
 )
 from python_backends.cpu_engine.draft_length import DraftLength
-from python_backends.cpu_engine.prompt_lookup import PromptLookup
 from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import EngineLimits
 
@@ -36,6 +36,41 @@ TIMED_STEPS = 7  # of each kind, when the engine idles
 def timed_tokens(sequences: int, draft_tokens: int) -> int:
     """Return the tokens that one of so many sequences can make while their steps are timed: they start one by one."""
     return (sequences + TIMED_STEPS) * (1 + draft_tokens)
+
+
+class PromptLookup:
+    """What prompt lookup would gain for a sequence that decodes without. Its drafts by OpenVINO GenAI's rule: what
+    followed the first place in its text of its last tokens, of as many of them as occur before.
+
+    ids: of prompt and answer so far. ngram_size: the most of them. length: draft tokens of a step.
+    """
+
+    def __init__(self, ids: np.ndarray, ngram_size: int, length: int) -> None:
+        self._ngram_size, self._length = ngram_size, length
+        # The first id of a prompt under a LoRA adapter may be larger (adapters.py), and no other id is equal to it.
+        self._text = "".join(map(chr, np.minimum(ids, sys.maxunicode).tolist()))
+        self._accepted = 0
+        self._draft = self._look_up()
+
+    def add(self, id: int) -> int | None:
+        """Take in the next token; return how many tokens the step that ends with it would have accepted, None where the
+        step goes on."""
+        token = chr(id)
+        self._text += token
+        if self._draft.startswith(token):
+            self._draft = self._draft[1:]
+            self._accepted += 1
+            return None
+        accepted, self._accepted = self._accepted, 0
+        self._draft = self._look_up()
+        return accepted
+
+    def _look_up(self) -> str:
+        for size in range(min(self._ngram_size, len(self._text) - 1), 0, -1):
+            found = self._text.find(self._text[-size:], 0, len(self._text) - size)
+            if found >= 0:
+                return self._text[found + size :][: self._length]
+        return ""
 
 
 @dataclass
@@ -63,19 +98,13 @@ class Drafting:
     """The pipeline that drafts, its sequences, and what they gain. It follows those of the plain one, too.
 
     pipeline: None for an engine that never drafts, and until it is loaded; it then has no sequences.
-    limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
     load: sets the pipeline; None for an engine that never drafts, and once it was called.
     returning: whether sequences of the plain pipeline go over to it.
     """
 
-    def __init__(
-        self,
-        pipeline: genai.ContinuousBatchingPipeline | None,
-        limits: EngineLimits,
-        ngram_size: int = 0,
-    ) -> None:
-        self.pipeline = pipeline
+    def __init__(self, limits: EngineLimits, ngram_size: int = 0) -> None:
+        self.pipeline: genai.ContinuousBatchingPipeline | None = None
         self.load: Callable[[], None] | None = None
         self._limits = limits
         self._ngram_size = ngram_size
@@ -175,10 +204,8 @@ class Drafting:
         self._take(command, config, self._length.beside(len(self._sequences)), blocks)
 
     def loses(self) -> bool:
-        """Return whether the sequences that are drafted for would end sooner without, after they are read again.
-
-        Not where one of them has to stay: each step would be one of both pipelines.
-        """
+        """Return whether the sequences that are drafted for would end sooner without, after they are read again. Not
+        where one of them has to stay: each step would be one of both pipelines."""
         sequences = list(self._sequences.values())
         speedup = self._length.speedup(len(sequences)) if sequences else 1.0
         if not 0 < speedup < 1 or not all(_movable(one.command) for one in sequences):
@@ -189,18 +216,14 @@ class Drafting:
     def leave(self, starts: Callable[[int], bool]) -> AddSequence | None:
         """Forget a sequence that can go on in the plain pipeline; return the command that continues it, if any can.
 
-        Of several it is the one that may make the most tokens.
-
-        OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide or a seed, from a request's start.
-        Sequences with these stay.
+        Of several it is the one that may make the most tokens. OpenVINO GenAI counts a presence and a frequency
+        penalty, and follows a guide or a seed, from a request's start: sequences with these stay.
 
         starts: whether a sequence has to stay until its prompt is read.
         """
         movable = [one for id, one in self._sequences.items() if _movable(one.command) and not starts(id)]
-        if not movable:
-            return None
-        chosen = max(movable, key=lambda one: one.left)
-        return _continued(self._sequences.pop(chosen.command.id))
+        chosen = max(movable, key=lambda one: one.left, default=None)
+        return _continued(self._sequences.pop(chosen.command.id)) if chosen else None
 
     def observe(self, id: int, token_ids: list[int]) -> None:
         """Take in what a step gave to any sequence. For its first tokens in a pipeline nothing was drafted."""
@@ -229,9 +252,7 @@ class Drafting:
 
     def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool = False) -> None:
         """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing.
-
-        idle: it was made to be timed.
-        """
+        idle: it was made to be timed."""
         if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
             return
         if not drafts and not idle:

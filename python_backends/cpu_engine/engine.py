@@ -7,6 +7,8 @@ hand over what became due under it.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -15,24 +17,21 @@ from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.generation import Guide
-from contract.scheduling import BLOCK_TOKENS
-from python_backends.cpu_engine.coalescing_window import CoalescingWindow
-from python_backends.cpu_engine.http_disconnects import HttpDisconnects
+from python_backends.cpu_engine.coalescing_window import CoalescingWindow, ServerCpu, ServingCost
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
-from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
+from python_backends.cpu_engine.prefix_cache import PrefixCacheEstimate
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
-from python_backends.cpu_engine.serving_cost import ServerCpu, ServingCost
 from python_backends.cpu_engine.stream import Sink, Stream
-from python_backends.cpu_engine.ticker import Ticker
-from python_backends.cpu_engine.worker_starts import WorkerStarts
+from python_backends.cpu_engine.ticker import HttpDisconnects, Ticker
 from python_backends.ensemble.control import ControlMessage, Verb
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.token_increment import StreamEvent, TokenIncrement
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import log_error
+
+_PAUSES_S = (0.0, 0.2, 1.0, 5.0)  # before the next start of the worker, by the number that failed in a row
 
 
 class Link(Protocol):
@@ -41,6 +40,46 @@ class Link(Protocol):
     def send(self, command: AddSequence | EndSequence) -> None: ...
 
     def close(self) -> None: ...
+
+
+class WorkerStarts:
+    """Whether the worker is ready, and when to give up starting it. The engine holds its lock, except for ``wait``."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._ready = threading.Event()
+        self._decided = threading.Event()  # ready, or given up
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    @property
+    def given_up(self) -> bool:
+        return self._failures >= len(_PAUSES_S)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start."""
+        return _PAUSES_S[min(self._failures, len(_PAUSES_S) - 1)]
+
+    def succeeded(self) -> None:
+        """Record that the worker takes commands."""
+        self._failures = 0
+        self._ready.set()
+        self._decided.set()
+
+    def ended(self) -> None:
+        """Record that the worker's process is gone; it counts as a failed start if it never became ready."""
+        self._failures += not self._ready.is_set()
+        self._ready.clear()
+        if self.given_up:
+            self._decided.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the worker is ready, starting it was given up, or the timeout; return whether it is ready."""
+        self._decided.wait(timeout_s)
+        return self._ready.is_set()
 
 
 class Engine:
@@ -71,29 +110,19 @@ class Engine:
         self._open_link = open_link
         self._clock_ns = clock_ns
         self._epoch = clock_ns()
-        self._next_key = 0
+        self._keys = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
         cost = ServingCost(ServerCpu().read)
         self._window = CoalescingWindow(max_coalesce_ns, cost)
-        self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, BLOCK_TOKENS)
+        self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0)
         self._starts = WorkerStarts()
         self._last_step = StepReport(0, 0)
         self._steps = 0
         self._closing = False  # accepts no more requests
         self._senders = ResponseSenders(sender_threads, self._on_sent, self._on_lost, clock_ns)
-        self._ticker = Ticker(
-            self._streams,
-            self._scheduler,
-            self._window,
-            cost,
-            self._senders,
-            metrics,
-            HttpDisconnects(half_closed),
-            end=self._end,
-            load=self._load,
-            clock_ns=clock_ns,
-        )
+        parts = self._streams, self._scheduler, self._window, cost, self._senders, metrics
+        self._ticker = Ticker(*parts, HttpDisconnects(half_closed), self._end, self._load, clock_ns)
         with self._senders:
             self._link = open_link(self)
             load = self._load()
@@ -108,17 +137,13 @@ class Engine:
         """Whether a stream has not ended."""
         return key in self._streams
 
-    # ---- requests -----------------------------------------------------------------------------------------------
-
     def submit(self, request: EngineRequest, sink: Sink, held: bool = False) -> int:
         """Accept a request and return its stream's key; responses go to ``sink``.
 
         held: it does not start before ``guide_checked``; ``max_waiting`` leaves it out.
-
-        Raises:
-            Overloaded: ``max_waiting`` requests wait already.
-            Unavailable: the engine is closing, or its worker does not start.
-            DeadlineExceeded: the deadline has passed.
+        Raises Overloaded: ``max_waiting`` requests wait already.
+        Raises Unavailable: the engine is closing, or its worker does not start.
+        Raises DeadlineExceeded: the deadline has passed.
         """
         now_ns = self._clock_ns()
         with self._senders:
@@ -128,8 +153,7 @@ class Engine:
                 raise Unavailable("the engine process does not start; see the server's log")
             if request.deadline_ns is not None and now_ns >= request.deadline_ns:
                 raise DeadlineExceeded("the deadline had passed before the request reached the engine")
-            self._next_key += 1
-            key = self._next_key
+            key = next(self._keys)
             tokens = request.worker_ids.size + request.max_tokens
             accept = self._scheduler.hold if held else self._scheduler.enqueue
             accept(key, self._limits.blocks(tokens), request.priority)
@@ -142,11 +166,8 @@ class Engine:
         return key
 
     def guide_checked(self, key: int, guide: Guide | TridentError) -> None:
-        """Queue a held request with its guide, or refuse it; one that has ended is left alone.
-
-        Raises:
-            Overloaded: ``max_waiting`` requests wait already; call it again with this error.
-        """
+        """Queue a held request with its guide, or refuse it; one that has ended is left alone. Raises Overloaded:
+        ``max_waiting`` requests wait already; call it again with this error."""
         with self._senders:
             stream = self._streams.get(key)
             if stream is None:
@@ -197,8 +218,6 @@ class Engine:
         self._senders.close()
         self._link.close()
 
-    # ---- the worker ---------------------------------------------------------------------------------------------
-
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Return True once the worker is ready, False when starting it was given up or at the timeout."""
         return self._starts.wait(timeout_s)
@@ -243,12 +262,10 @@ class Engine:
                         continue
                 if output.token_ids and not stream.first_token_ns:
                     self._prefixes.remember(stream.request.worker_ids)
-                keep = stream.stop_sequence_end(output.token_ids)
-                if keep is None:
-                    stream.add_tokens(output.token_ids, output.log_probs, output.top_log_probs, now_ns)
-                else:
-                    top = output.top_log_probs[:keep]
-                    stream.add_tokens(output.token_ids[:keep], output.log_probs[:keep], top, now_ns)
+                token_ids, log_probs, top = output.token_ids, output.log_probs, output.top_log_probs
+                if (keep := stream.stop_sequence_end(token_ids)) is not None:
+                    token_ids, log_probs, top = token_ids[:keep], log_probs[:keep], top[:keep]
+                stream.add_tokens(token_ids, log_probs, top, now_ns)
                 if keep is not None:
                     self._end(output.id, StreamEvent.STOP)
                 elif output.event is StreamEvent.ERROR:
@@ -315,17 +332,8 @@ class Engine:
             request = stream.request
             stream.num_cached_tokens = self._prefixes.cached_tokens(request.worker_ids)
             stream.started_ns = now_ns
-            command = AddSequence(
-                key,
-                request.worker_ids,
-                request.max_tokens,
-                request.sampling,
-                request.stop_ids,
-                request.priority,
-                request.guide,
-                stream.num_cached_tokens,
-            )
-            self._link.send(command)
+            given = request.max_tokens, request.sampling, request.stop_ids, request.priority, request.guide
+            self._link.send(AddSequence(key, request.worker_ids, *given, stream.num_cached_tokens))
 
     def _end(
         self, key: int, event: StreamEvent, *, error: TridentError | None = None, cancelled_by: str | None = None
@@ -348,7 +356,6 @@ class Engine:
         self._metrics.finished(stream, self._clock_ns())
 
     def _remove(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
-        """Remove the stream and queue its last response."""
         del self._streams[stream.key]
         stream.finish(event, stop_id, error)
         self._senders.put(stream)

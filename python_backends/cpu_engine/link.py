@@ -33,10 +33,11 @@ class Listener(Protocol):
 
 
 class WorkerLink:
-    """One worker process. It ends when the link is closed, when this process ends, or when it hangs.
+    """One worker process.
 
-    A worker with live sequences sends a report per step. If it sends none, it is killed once ``watchdog`` counts it as
-    hung; ``on_hang`` is then called with the reason, after the listener's ``on_death``.
+    It ends when the link is closed, when this process ends, or when it hangs. A worker with live sequences sends a
+    report per step. If it sends none, it is killed once ``watchdog`` counts it as hung; ``on_hang`` is then called with
+    the reason, after the listener's ``on_death``.
     """
 
     def __init__(
@@ -81,15 +82,11 @@ class WorkerLink:
             problem = self._watchdog.check(self._reports, working, used_s, time.monotonic())
             if problem:
                 self._hung = f"the engine process hung with {len(self._live)} requests ({problem}) and was killed"
-                self._dump_threads()
+                thread_dump.write()  # to the log, of this process and the worker
+                if thread_dump.request(self._process.pid):
+                    time.sleep(_DUMP_S)
                 self._process.kill()
                 return
-
-    def _dump_threads(self) -> None:
-        """Write to the log where this process's threads and the worker's stand."""
-        thread_dump.write()
-        if thread_dump.request(self._process.pid):
-            time.sleep(_DUMP_S)
 
     def _send(self) -> None:
         while (command := self._commands.get()) is not None:

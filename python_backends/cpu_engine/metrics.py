@@ -9,12 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from contract.errors import BY_NAME
 from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine.stream import Stream
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.token_increment import StreamEvent, TokenIncrement
 from python_backends.ensemble.worker_messages import StepReport
 from python_backends.metrics import (
     COALESCING_BUCKETS,
@@ -29,13 +28,6 @@ from python_backends.metrics import (
 
 _SAMPLED = 4  # responses whose latencies one update observes: each is a call to the server process
 _LENGTHS = (10, 50, 100, 500, 1000)  # tokens
-# Description and label of each family of gauges.
-_GAUGES = {
-    "nv_trt_llm_request_metrics": ("Requests by state", "request_type"),
-    "nv_trt_llm_kv_cache_block_metrics": ("KV cache blocks", "kv_cache_block_type"),
-    "nv_trt_llm_inflight_batcher_metrics": ("The last engine step", "inflight_batcher_specific_metric"),
-    "nv_trt_llm_general_metrics": ("Engine steps", "general_type"),
-}
 
 CANCEL_REASONS = ("client", "stop_request", "deadline", "shutdown")
 
@@ -46,8 +38,6 @@ class EngineLoad:
 
     running, waiting, slots: requests.
     blocks: size of the KV cache.
-    last_step: the newest step report.
-    steps: since the engine was loaded.
     running_adapters, waiting_adapters: requests by LoRA adapter, those without one left out.
     """
 
@@ -70,17 +60,12 @@ class EngineMetrics:
         """adapters: names of the engine's LoRA adapters. drafts: whether it decodes speculatively."""
         self._metrics = metrics
         names = {"model": model, "version": version}
-
-        def histogram(name: str, what: str, buckets: Sequence[float], **labels: str) -> Callable[[float], None]:
-            return metrics.histogram(name, what, buckets, **names, **labels)
-
-        def counter(name: str, what: str, **labels: str) -> Callable[..., None]:
-            return metrics.counter(name, what, **names, **labels)
-
+        histogram: Callable[..., Callable[..., None]] = partial(metrics.histogram, model=model, version=version)
+        counter: Callable[..., Callable[..., None]] = partial(metrics.counter, model=model, version=version)
         self._gauges = {
-            (family, value): metrics.gauge(family, description, **names, **{label: value})
-            for family, (description, label) in _GAUGES.items()
-            for value in _figures(EngineLoad(0, 0, 0, 0, StepReport(0, 0), 0))[family]
+            (family, value): metrics.gauge(family, what, **names, **{label: value})
+            for (family, what, label), figures in _figures(EngineLoad(0, 0, 0, 0, StepReport(0, 0), 0)).items()
+            for value in figures
         }
         name, what = "nv_llm_input_token_len", "Prompt tokens per request"
         self._input_length = histogram(name, what, _LENGTHS, response_metric_type="total_input_tokens")
@@ -101,6 +86,7 @@ class EngineMetrics:
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
             for phase in ("tokenize", "queue", "prefill", "first_decode", "detokenize")
         }
+        self.decoded = self._phases["detokenize"]  # of a first token's text, for streams that the engine decodes
         self._input_tokens = counter("trident_input_tokens_total", "Tokens of accepted prompts")
         self._output_tokens = counter("trident_output_tokens_total", "Generated tokens")
         name, what = "trident_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache"
@@ -111,15 +97,11 @@ class EngineMetrics:
         }
         name, what = "trident_cancellations_total", "Requests ended early, by reason"
         self._cancellations = {reason: counter(name, what, reason=reason) for reason in CANCEL_REASONS}
-        name, what = "trident_errors_total", "Requests refused or failed, by error"
-        self._errors = {error: counter(name, what, error_type=error) for error in BY_NAME}
-        self._drafting: list[Callable[..., None]] = []
+        self.refused = metrics.errors(**names)
         if drafts:
-            gained = "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step"
-            self._drafting = [
-                counter("trident_speculative_steps_total", "Steps of sequences that draft"),
-                counter("trident_speculative_accepted_tokens_total", gained),
-            ]
+            self._draft_steps = counter("trident_speculative_steps_total", "Steps of sequences that draft")
+            what = "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step"
+            self._accepted_drafts = counter("trident_speculative_accepted_tokens_total", what)
         self._adapters = AdapterMetrics(metrics, adapters, **names)
         name, what = "trident_adapter_requests", "Requests by LoRA adapter and state"
         self._adapter_requests = {
@@ -128,10 +110,6 @@ class EngineMetrics:
             for state in ("running", "waiting")
         }
 
-    def decoded(self, passed_s: float) -> None:
-        """Observe how long the text of a first token took; for streams that the engine decodes."""
-        self._phases["detokenize"](passed_s)
-
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
         self._input_tokens(stream.request.prompt_ids.size)
@@ -139,14 +117,10 @@ class EngineMetrics:
         if stream.request.adapter:
             self._adapters.accepted(stream.request.adapter)
 
-    def refused(self, error: Exception) -> None:
-        """Count a refused request by its error."""
-        self._errors[type(error).__name__](1)
-
     def drafted(self, steps: int, accepted: int) -> None:
         """Count what speculative decoding gained in one engine step."""
-        for count, value in zip(self._drafting, (steps, accepted), strict=False):
-            count(value)
+        self._draft_steps(steps)
+        self._accepted_drafts(accepted)
 
     def cancelled(self, reason: str) -> None:
         """Count a request that ended early; ``reason`` is one of CANCEL_REASONS."""
@@ -171,7 +145,7 @@ class EngineMetrics:
         """Observe a stream that has ended."""
         self._finished[stream.event](1)
         if stream.error is not None:
-            self._errors[type(stream.error).__name__](1)
+            self.refused(stream.error)
         made = stream.num_output_tokens - stream.request.continued  # by this replica
         self._output_tokens(made)
         self._output_length(made)
@@ -186,7 +160,7 @@ class EngineMetrics:
         for gap_s, waited_s in random.sample(sent_s, min(len(sent_s), _SAMPLED)):
             self._itl(gap_s)
             self._waited(waited_s)
-        for family, figures in _figures(load).items():
+        for (family, _, _), figures in _figures(load).items():
             for value, figure in figures.items():
                 self._gauges[family, value](figure)
         for (adapter, state), show in self._adapter_requests.items():
@@ -194,8 +168,8 @@ class EngineMetrics:
         self._metrics.flush()
 
 
-def _figures(load: EngineLoad) -> dict[str, dict[str, float]]:
-    """Return the values of the gauges by family and by the value of the family's label.
+def _figures(load: EngineLoad) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Return the values of the gauges by (family, description, label) and by the label's value.
 
     Requests come last as they are sent last, while a page lists their family first: a page that says that nothing runs
     has the steps and blocks of what ran.
@@ -203,21 +177,24 @@ def _figures(load: EngineLoad) -> dict[str, dict[str, float]]:
     step = load.last_step
     used = round(step.cache_usage * load.blocks)
     return {
-        "nv_trt_llm_kv_cache_block_metrics": {
+        ("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", "kv_cache_block_type"): {
             "max": load.blocks,
             "free": load.blocks - used,
             "used": used,
             "tokens_per": BLOCK_TOKENS,
             "fraction": step.cache_usage,
         },
-        "nv_trt_llm_inflight_batcher_metrics": {
+        ("nv_trt_llm_inflight_batcher_metrics", "The last engine step", "inflight_batcher_specific_metric"): {
             "total_context_tokens": step.context_tokens,
             "generation_requests": sum(1 for output in step.outputs if output.token_ids),
             "micro_batch_id": 0,
             "paused_requests": 0,
         },
-        "nv_trt_llm_general_metrics": {"timestamp": step.end_ns // 1000, "iteration_counter": load.steps},
-        "nv_trt_llm_request_metrics": {
+        ("nv_trt_llm_general_metrics", "Engine steps", "general_type"): {
+            "timestamp": step.end_ns // 1000,
+            "iteration_counter": load.steps,
+        },
+        ("nv_trt_llm_request_metrics", "Requests by state", "request_type"): {
             "active": load.running + load.waiting,
             "max": load.slots,
             "scheduled": load.running,

@@ -10,12 +10,12 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.backend_settings import Settings
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError, of_ours
 from contract.generation import Guide
 from contract.priority import read
 from contract.watchdog import Watchdog
-from python_backends.adapter_ids import AdapterIds
-from python_backends.cpu_engine import http_disconnects
+from python_backends.adapters import AdapterIds
+from python_backends.cpu_engine import ticker
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
@@ -25,8 +25,7 @@ from python_backends.cpu_engine.stream import Sink
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import Streams
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
-from python_backends.ensemble.stream_state import StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.token_increment import INSTANTS, StreamState, TokenIncrement
 from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
@@ -71,7 +70,6 @@ class ResponseSink:
         self._sender.send(response(outputs), flags=FINAL if increment.state.event.last else 0)
 
     def _contract(self, increment: TokenIncrement) -> dict[str, np.ndarray]:
-        """Return the outputs of TensorRT-LLM's contract."""
         state = increment.state
         outputs = {
             "output_ids": np.array([[increment.token_ids]], dtype=np.int32),
@@ -89,10 +87,7 @@ class ResponseSink:
         if self._output_count:
             outputs["num_output_tokens"] = row([increment.num_output_tokens])
         if self._perf and state.event.last:
-            outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
-            outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
-            outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
-            outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
+            outputs |= {name: row([getattr(state, field)], np.int64) for field, name in INSTANTS.items()}
         return outputs
 
     def refuse(self, error: TridentError) -> None:
@@ -119,13 +114,8 @@ class TritonPythonModel:
         self._limits = EngineLimits.from_manifest(manifest)
         self._adapters = AdapterIds.from_manifest(manifest)
         self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
-        self._metrics = EngineMetrics(
-            Metrics(metric_family),
-            args["model_name"],
-            args["model_version"],
-            self._adapters.names,
-            drafts=self._limits.max_draft_len > 0,
-        )
+        names = args["model_name"], args["model_version"], self._adapters.names
+        self._metrics = EngineMetrics(Metrics(metric_family), *names, drafts=self._limits.max_draft_len > 0)
         self._engine = Engine(
             self._limits,
             lambda engine: self.open_link(settings.engine_dir, engine),
@@ -134,7 +124,7 @@ class TritonPythonModel:
             sender_threads=settings.sender_threads,
             max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
-            half_closed=partial(http_disconnects.half_closed, settings.http_port),
+            half_closed=partial(ticker.half_closed, settings.http_port),
         )
         # Meanwhile the engine process loads the model.
         self._decoding = Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json")
@@ -156,11 +146,8 @@ class TritonPythonModel:
             try:
                 inputs, outputs = Inputs(request), set(request.requested_output_names())
                 self._submit(request, sender, inputs, self._sink(sender, outputs, inputs))
-            except TridentError as exc:
-                self._engine.refused(exc)
-                sender.send(error_response(exc), flags=FINAL)
             except Exception as exc:  # the outer edge: a defect becomes a well-formed response
-                error = EngineFailed(f"the engine could not read the request: {exc!r}")
+                error = of_ours(exc, "the engine could not read the request")
                 self._engine.refused(error)
                 sender.send(error_response(error), flags=FINAL)
 
@@ -202,10 +189,8 @@ class TritonPythonModel:
     def _guide_checked(self, key: int, guide: Guide | TridentError) -> None:
         try:
             self._engine.guide_checked(key, guide)
-        except TridentError as exc:
-            self._engine.guide_checked(key, exc)
         except Exception as exc:  # the outer edge: a defect must not end the checker's thread
-            self._engine.guide_checked(key, EngineFailed(f"the engine could not start the request: {exc!r}"))
+            self._engine.guide_checked(key, of_ours(exc, "the engine could not start the request"))
 
     def _stop(self, request: Request, sender: ResponseSender) -> None:
         """End the streams of the request id. As with TensorRT-LLM, the response is empty, also if there were none."""

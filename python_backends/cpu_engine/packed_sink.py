@@ -19,9 +19,9 @@ import numpy as np
 
 from contract import packed_delta
 from contract.errors import TridentError
+from contract.generation import TokenDelta
 from python_backends.cpu_engine.request import EngineRequest
-from python_backends.detokenizer.streams import Streams, TextIncrement, failed_increment
-from python_backends.ensemble.stream_state import StreamState
+from python_backends.detokenizer.streams import Streams, failed_delta
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.triton_io import FINAL, ResponseSender, error_response, response, row
 
@@ -35,10 +35,6 @@ _LEAST_NS, _PER_STREAM_NS, _PER_MANY_NS, _FEW_AT_MOST_NS = 80_000_000, 10_000_00
 _KEPT_NS = 1_000_000_000
 
 
-def _between_looks_ns(live: int) -> int:
-    return max(_LEAST_NS, min(live * _PER_STREAM_NS, _FEW_AT_MOST_NS), live * _PER_MANY_NS)
-
-
 class CachedAnswer:
     """Keeps the answer of ``client_watch`` for no stream in Triton's cache."""
 
@@ -49,11 +45,7 @@ class CachedAnswer:
         self._requested_ns = 0
 
     def keep(self, now_ns: int) -> None:
-        """Return once it is there. now_ns: CLOCK_MONOTONIC.
-
-        Raises:
-            EngineFailed: Triton cannot answer.
-        """
+        """Return once it is there. now_ns: CLOCK_MONOTONIC. Raises EngineFailed: Triton cannot answer."""
         if now_ns - self._requested_ns < _KEPT_NS:
             return
         with self._lock:
@@ -86,12 +78,14 @@ class PackedSink:
     def send(self, increment: TokenIncrement, request: EngineRequest) -> None:
         now_ns, state = time.monotonic_ns(), increment.state
         last = state.event.last
-        text = self._text(increment)
+        delta = self._delta(increment, now_ns)
         if state.first:
             self._decoded((time.monotonic_ns() - now_ns) / 1e9)
-        if text is not None:
-            self._send(state, text, now_ns, last)
-        if not last and now_ns - self._looked_ns >= _between_looks_ns(self._live()):
+        if delta is not None:
+            self._send(delta, last)
+        live = self._live()
+        between_ns = max(_LEAST_NS, min(live * _PER_STREAM_NS, _FEW_AT_MOST_NS), live * _PER_MANY_NS)
+        if not last and now_ns - self._looked_ns >= between_ns:
             self._looked_ns = now_ns
             self._sender.send(response({packed_delta.WATCH: row([state.epoch, state.key, now_ns], np.int64)}))
 
@@ -100,27 +94,22 @@ class PackedSink:
 
     def close(self) -> None:
         try:
-            self._send(None, failed_increment("a response could not be sent"), 0, last=True)
+            self._send(failed_delta("a response could not be sent"), last=True)
         except Exception:
             self._sender.send(flags=FINAL)  # without it Triton would keep the request for ever
             raise
 
-    def _text(self, increment: TokenIncrement) -> TextIncrement | None:
+    def _delta(self, increment: TokenIncrement, received_ns: int) -> TokenDelta | None:
         """Return what the client gets, None for nothing yet. After a failure the engine ends the stream."""
-        last = increment.state.event.last
         if self._broken:
-            return failed_increment("the text could not be made") if last else None
+            return failed_delta("the text could not be made", increment.state) if increment.state.event.last else None
         self._broken = True
-        text = self._streams.feed(increment)
+        decoded = self._streams.feed(increment, received_ns)
         self._broken = False
-        return text
+        return None if decoded is None else decoded[0]
 
-    def _send(self, state: StreamState | None, text: TextIncrement, received_ns: int, last: bool) -> None:
-        now_ns = time.monotonic_ns()
-        self._answer.keep(now_ns)
-        delta = text.delta(state, received_ns, now_ns)
-        if delta.timings is not None and not delta.timings.first_token_ns:
-            delta.timings = None
+    def _send(self, delta: TokenDelta, last: bool) -> None:
+        self._answer.keep(time.monotonic_ns())
         packed = np.frombuffer(packed_delta.pack(delta), dtype=np.uint8)[None]
         outputs = {packed_delta.OUTPUT: packed, packed_delta.WATCH: _NO_STREAM}
         self._sender.send(response(outputs), flags=FINAL if last else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,9 @@ import numpy as np
 from contract.errors import InvalidArgument
 from contract.generation import UINT64_MAX, Guide, SamplingParams
 from contract.priority import NORMAL
-from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
-from python_backends.ensemble.guide import read_guide
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.word_list import decode_word_list
-from python_backends.limits import EngineLimits, check_fits
+from python_backends.adapters import NO_ADAPTERS, AdapterIds
+from python_backends.ensemble.request_tensors import StreamOptions, decode_word_list, read_guide
+from python_backends.limits import EngineLimits, check_end_id, check_fits, check_ids
 from python_backends.triton_io import Inputs
 
 # Tensors of the contract that the Python engines do not support yet, with their neutral values. These are accepted,
@@ -34,6 +32,14 @@ _SHOWN = {
     "top_p": "runtime_top_p (top_p)",
     "top_log_probs": "num_top_log_probs",
 }
+# Tensors of the fields of SamplingParams, where they have another name.
+_SAMPLING = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "log_probs": "return_log_probs",
+    "top_log_probs": "num_top_log_probs",
+    "prompt_log_probs": "return_prompt_log_probs",
+}
 _MAX_STOP_WORDS = 256  # those of several ids are matched by the engine at every token, under its lock
 
 
@@ -47,8 +53,7 @@ class EngineRequest:
     replay: the sequence starts at the prompt again, and what it generates first must be the continued ids.
     ended_by: an end id at the end of the continued ids, else -1.
     gathered: the client gets a single response, although ids are sent while it runs.
-    stop_ids: ids that end the sequence.
-    stop_sequences: sequences of two or more ids that end it.
+    stop_ids, stop_sequences: ids, and sequences of two or more of them, that end it.
     streaming: send responses while it runs, else one at its end.
     echo: send the prompt's ids first.
     stream_options: opaque text for the detokenizer.
@@ -117,15 +122,16 @@ def parse(
 ) -> EngineRequest:
     """Read and validate a request's tensors.
 
-    request_id, timeout_ns, priority: of the Triton request.
-    now_ns: CLOCK_MONOTONIC.
-
-    Raises:
-        InvalidArgument: a tensor holds a value that is not allowed or not supported.
-        PromptTooLong: prompt and output exceed the engine's limits.
+    request_id, timeout_ns, priority: of the Triton request. now_ns: CLOCK_MONOTONIC.
+    Raises InvalidArgument: a tensor holds a value that is not allowed or not supported.
+    Raises PromptTooLong: prompt and output exceed the engine's limits.
     """
     _refuse_unsupported(inputs)
-    input_ids = _token_ids(inputs, "input_ids", limits.vocab_size)
+    tensor = inputs.array("input_ids")
+    if tensor is None or tensor.size == 0:
+        raise InvalidArgument("input_ids", "must hold at least one token id, got none")
+    input_ids = tensor.reshape(-1).astype(np.int64)
+    check_ids("input_ids", input_ids, limits.vocab_size)
     declared = inputs.scalar("input_lengths")
     if declared != input_ids.size:
         problem = f"must be {input_ids.size}, the number of input_ids, got {declared}"
@@ -155,7 +161,7 @@ def parse(
     adapter = adapters.check(inputs.scalar("lora_task_id", 0))
     usual = adapters.first_token_id in (-1, input_ids[0])  # -1: the LLM API, which is told of adapters by name
     if adapter and sampling.repetition_penalty != 1 and not usual:
-        # The pipeline looks the prompt's ids up in the logits, which lack those of such prompts (adapter_ids.py).
+        # The pipeline looks the prompt's ids up in the logits, which lack those of such prompts (adapters.py).
         problem = f"must be 1 under a LoRA adapter for a prompt that does not begin with id {adapters.first_token_id}"
         raise InvalidArgument("repetition_penalty", f"{problem}, as chats do, got {sampling.repetition_penalty:g}")
     return EngineRequest(
@@ -197,9 +203,7 @@ def _continuation(
 
     OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide, over the ids that it generated
     itself; for all else it makes no difference whether an id was generated or is part of the prompt.
-
-    Raises:
-        InvalidArgument: the sequence could not go on as if it had never been cut.
+    Raises InvalidArgument: the sequence could not go on as if it had never been cut.
     """
     ends = np.flatnonzero(np.isin(ids, list(stop_ids)))
     if ends.size and ends[0] < ids.size - 1:
@@ -228,17 +232,6 @@ def _continued(sampling: SamplingParams, ids: int) -> SamplingParams:
     return replace(sampling, min_tokens=max(0, sampling.min_tokens - ids), seed=seed, prompt_log_probs=needs_sum)
 
 
-def _token_ids(inputs: Inputs, name: str, vocab_size: int) -> np.ndarray:
-    array = inputs.array(name)
-    if array is None or array.size == 0:
-        raise InvalidArgument(name, "must hold at least one token id, got none")
-    ids = array.reshape(-1).astype(np.int64)
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {wrong[0]}")
-    return ids
-
-
 def _times(inputs: Inputs, now_ns: int) -> tuple[int, int]:
     times = inputs.array("tokenizer_time_ns")
     if times is None:
@@ -263,45 +256,22 @@ def _refuse_unsupported(inputs: Inputs) -> None:
 
 
 def _sampling(inputs: Inputs) -> SamplingParams:
-    neutral = SamplingParams()
+    given = {field.name: inputs.scalar(_SAMPLING.get(field.name, field.name)) for field in fields(SamplingParams)}
+    given["top_p"] = given["top_p"] or None  # TensorRT-LLM's clients send 0 for "not set"
+    if given["top_k"] is None and given["temperature"] is None and not given["top_p"] and not given["min_p"]:
+        given["top_k"] = 1  # as in TensorRT-LLM, which samples greedily unless the request says otherwise
     try:
-        return SamplingParams(
-            temperature=inputs.scalar("temperature", neutral.temperature),
-            # TensorRT-LLM's default runtime_top_k is 1: it samples greedily unless the request says otherwise.
-            top_k=inputs.scalar("runtime_top_k", 1 if _greedy_by_default(inputs) else 0),
-            # TensorRT-LLM's clients send 0 for "not set".
-            top_p=_top_p(inputs) or neutral.top_p,
-            min_p=inputs.scalar("min_p", neutral.min_p),
-            repetition_penalty=inputs.scalar("repetition_penalty", neutral.repetition_penalty),
-            presence_penalty=inputs.scalar("presence_penalty", neutral.presence_penalty),
-            frequency_penalty=inputs.scalar("frequency_penalty", neutral.frequency_penalty),
-            seed=inputs.scalar("seed"),
-            min_tokens=inputs.scalar("min_tokens", neutral.min_tokens),
-            log_probs=inputs.scalar("return_log_probs", False),
-            top_log_probs=inputs.scalar("num_top_log_probs", 0),
-            prompt_log_probs=inputs.scalar("return_prompt_log_probs", False),
-        ).validate()
+        return SamplingParams(**{field: value for field, value in given.items() if value is not None}).validate()
     except InvalidArgument as exc:
         if exc.field == "top_p":
-            problem = f"must be a finite number in [0, 1], where 0 means not set, got {_top_p(inputs)!r}"
+            problem = f"must be a finite number in [0, 1], where 0 means not set, got {given['top_p']!r}"
             raise InvalidArgument(_SHOWN[exc.field], problem) from exc
         raise InvalidArgument(_SHOWN.get(exc.field, exc.field), exc.problem) from exc
 
 
-def _top_p(inputs: Inputs) -> float:
-    return inputs.scalar("runtime_top_p", 0.0)
-
-
-def _greedy_by_default(inputs: Inputs) -> bool:
-    """Whether no parameter requests sampling. A top_p or min_p of 0 means not set."""
-    return inputs.scalar("temperature") is None and not _top_p(inputs) and not inputs.scalar("min_p", 0.0)
-
-
 def _stops(inputs: Inputs, limits: EngineLimits) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:
-    vocab_size = limits.vocab_size
     end_id = inputs.scalar("end_id", -1)
-    if not -1 <= end_id < vocab_size:
-        raise InvalidArgument("end_id", f"must be 0 to {vocab_size - 1}, or -1 for none, got {end_id}")
+    check_end_id(end_id, limits.vocab_size)
     words = decode_word_list("stop_words_list", inputs.array("stop_words_list"))
     if len(words) > _MAX_STOP_WORDS:
         raise InvalidArgument("stop_words_list", f"must hold at most {_MAX_STOP_WORDS} words, got {len(words)}")
@@ -309,8 +279,6 @@ def _stops(inputs: Inputs, limits: EngineLimits) -> tuple[frozenset[int], tuple[
         if len(word) > limits.max_seq_len:
             problem = f"must hold words of at most {limits.max_seq_len} ids, got one of {len(word)}"
             raise InvalidArgument("stop_words_list", problem)
-        for token in word:
-            if not 0 <= token < vocab_size:
-                raise InvalidArgument("stop_words_list", f"must hold ids from 0 to {vocab_size - 1}, got {token}")
+        check_ids("stop_words_list", word, limits.vocab_size)
     singles = {word[0] for word in words if len(word) == 1}
     return frozenset(singles | ({end_id} - {-1})), tuple(dict.fromkeys(word for word in words if len(word) > 1))

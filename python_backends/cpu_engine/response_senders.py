@@ -23,10 +23,8 @@ _TOGETHER = 32
 
 
 class ResponseSenders:
-    """Send the responses of the streams that are put under the lock; those of one stream stay in order.
-
-    As a context manager it is the lock.
-    """
+    """Send the responses of the streams that are put under the lock; those of one stream stay in order. As a context
+    manager it is the lock."""
 
     def __init__(
         self,
@@ -36,7 +34,6 @@ class ResponseSenders:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """
-        threads: number of sender threads.
         on_sent: called under the lock after responses were sent, refusals left out.
         on_lost: called under the lock when a response could not be sent; the stream has a gap and must end.
         """
@@ -105,7 +102,6 @@ class ResponseSenders:
             self._send(streams)
 
     def _send(self, streams: Sequence[Stream]) -> None:
-        """Send one response for each stream."""
         contents: list[tuple[Stream, TokenIncrement | TridentError]] = []
         sent: list[tuple[Stream, TokenIncrement]] = []
         with self._lock:

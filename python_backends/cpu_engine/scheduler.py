@@ -47,11 +47,7 @@ class Scheduler:
         return key in self._held
 
     def offer(self, key: int) -> None:
-        """Queue a request that is held.
-
-        Raises:
-            Overloaded: the queue is full.
-        """
+        """Queue a request that is held. Raises Overloaded: the queue is full."""
         self.enqueue(key, *self._held.pop(key))
 
     def enqueue(self, key: int, blocks: int, priority: float = NORMAL) -> None:
@@ -59,15 +55,11 @@ class Scheduler:
 
         blocks: KV cache blocks it needs.
         priority: 0 (last) to 1 (first).
-
-        Raises:
-            Overloaded: the queue is full.
+        Raises Overloaded: the queue is full.
         """
         if len(self._waiting) >= self.max_waiting:
-            raise Overloaded(
-                f"queue full: {len(self._waiting)} of {self.max_waiting} requests wait, {self.running} are running;"
-                " try later"
-            )
+            waiting = f"{len(self._waiting)} of {self.max_waiting} requests wait"
+            raise Overloaded(f"queue full: {waiting}, {self.running} are running; try later")
         self._waiting[key] = blocks
         if len(self._order) > 2 * len(self._waiting) + 64:  # most of them were released while they waited
             self._order = [entry for entry in self._order if entry[2] in self._waiting]

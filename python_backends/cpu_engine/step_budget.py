@@ -38,10 +38,8 @@ class StepBudget:
         self._seen = 0
 
     def observe(self, running: int, tokens: int, attended: float, taken_s: float) -> None:
-        """Take in a step.
-
-        running: sequences that got their next token. tokens: of prompts. attended: see ``attended``, of all prompts.
-        """
+        """Take in a step. running: sequences that got their next token. tokens: of prompts. attended: see
+        ``attended``, of all prompts."""
         inputs = tuple(map(truediv, (1.0, running, tokens, attended), _SCALES))
         expected_s = sum(map(mul, inputs, self._seconds))
         if self._seen >= _ENOUGH:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from contract.errors import InvalidArgument, TridentError, to_text
 from python_backends.cpu_engine.request import EngineRequest
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement, TopLogProbs
 from python_backends.ensemble.worker_messages import StepOutput
 
 
@@ -20,10 +19,8 @@ class Sink(Protocol):
         """Send a response; one whose event is last ends the stream."""
 
     def refuse(self, error: TridentError) -> None:
-        """Send a Triton error, allowed only before the first response.
-
-        Later the detokenizer step may be running, and an error would leak the ensemble request (docs/decisions/0004).
-        """
+        """Send a Triton error, allowed only before the first response. Later the detokenizer step may be running, and
+        an error would leak the ensemble request (docs/decisions/0004)."""
 
     def close(self) -> None:
         """Complete the request without a response, after its last response could not be sent."""
@@ -94,11 +91,8 @@ class Stream:
         self.tail = tuple(continued[-longest:]) if longest else ()
 
     def without_replayed(self, output: StepOutput) -> StepOutput:
-        """Return the output without the continued ids in it, which only count in the sum of log probabilities.
-
-        Raises:
-            InvalidArgument: the worker generated other ids.
-        """
+        """Return the output without the continued ids in it, which only count in the sum of log probabilities. Raises
+        InvalidArgument: the worker generated other ids."""
         count = min(len(self.replay), len(output.token_ids))
         for expected, found in zip(self.replay, output.token_ids, strict=False):
             if expected != found:

@@ -23,47 +23,24 @@ CHUNK_TOKENS = 32
 
 
 class TopLogProbsModel:
-    """Score sequences with the engine's model, compiled at the first request for top log probabilities."""
+    """The engine's model, compiled a second time at the first request for top log probabilities."""
 
     def __init__(self, model_xml: Path, properties: Mapping[str, str]) -> None:
-        """
-        model_xml: the engine's OpenVINO model.
-        properties: OpenVINO properties of the engine's device.
-        """
+        """model_xml: the engine's OpenVINO model. properties: OpenVINO properties of the engine's device."""
         self._model_xml = model_xml
         self._properties = dict(properties)
         self._compiled: ov.CompiledModel | None = None
-        self._sequences: dict[int, _Sequence] = {}
 
-    def __len__(self) -> int:
-        """The open sequences."""
-        return len(self._sequences)
-
-    def __contains__(self, id: int) -> bool:
-        return id in self._sequences
-
-    def open(self, id: int, prompt_ids: np.ndarray, k: int, prompt: bool) -> None:
-        """Start scoring sequence ``id``: ``k`` entries per id. prompt: score the prompt's ids too."""
+    def open(self, prompt_ids: np.ndarray, k: int, prompt: bool) -> ScoredSequence:
+        """Return a sequence to be scored: ``k`` entries per id. prompt: score the prompt's ids too."""
         if self._compiled is None:
             self._compiled = ov.Core().compile_model(self._model_xml, "CPU", self._properties)
-        self._sequences[id] = _Sequence(self._compiled.create_infer_request(), prompt_ids, k, prompt)
-
-    def read_prompt(self, id: int) -> tuple[list[float], list[TopLogProbs]] | None:
-        """Read the prompt's next chunk. After the last one return the log probability of each of the prompt's ids and
-        the k likeliest there, of the first 0 and ids of -1, or both empty if the prompt is not scored; else None."""
-        return self._sequences[id].read_prompt()
-
-    def score(self, id: int, token_ids: Sequence[int]) -> tuple[list[float], list[TopLogProbs]]:
-        """Return the log probability of each new id and the k likeliest there; both empty for an unopened sequence."""
-        sequence = self._sequences.get(id)
-        return sequence.score(token_ids) if sequence and token_ids else ([], [])
-
-    def close(self, id: int) -> None:
-        """Free the sequence's KV cache; does nothing for an unopened sequence."""
-        self._sequences.pop(id, None)
+        return ScoredSequence(self._compiled.create_infer_request(), prompt_ids, k, prompt)
 
 
-class _Sequence:
+class ScoredSequence:
+    """A sequence in the second model, with a KV cache of its own."""
+
     def __init__(self, request: ov.InferRequest, prompt_ids: np.ndarray, k: int, prompt: bool) -> None:
         self._request = request
         self._k = k
@@ -74,6 +51,7 @@ class _Sequence:
         self._pending = prompt_ids.astype(np.int64)  # not fed yet: the next id's distribution comes from them
 
     def score(self, token_ids: Sequence[int]) -> tuple[list[float], list[TopLogProbs]]:
+        """Return the log probability of each new id, at least one, and the k likeliest there."""
         new_ids = np.asarray(token_ids, dtype=np.int64)
         # The distribution of an id is the output for the id before it, so the last one is fed by the next call.
         feed = np.concatenate([self._pending, new_ids[:-1]])
@@ -81,6 +59,8 @@ class _Sequence:
         return log_probs(self._logits(feed)[-new_ids.size :], new_ids, self._k)
 
     def read_prompt(self) -> tuple[list[float], list[TopLogProbs]] | None:
+        """Read the prompt's next chunk. After the last one return the log probability of each of the prompt's ids and
+        the k likeliest there, of the first 0 and ids of -1, or both empty if the prompt is not scored; else None."""
         ids = self._pending[: CHUNK_TOKENS + 1]
         self._pending = self._pending[ids.size - 1 :]
         logits = self._logits(ids[:-1]) if ids.size > 1 else None
@@ -104,10 +84,8 @@ class _Sequence:
 
 
 def log_probs(logits: np.ndarray, ids: np.ndarray, k: int) -> tuple[list[float], list[TopLogProbs]]:
-    """Return the log probability of each id and the k likeliest there.
-
-    logits: f32[ids, vocab], of the distributions that these ids were drawn from.
-    """
+    """Return the log probability of each id and the k likeliest there. logits: f32[ids, vocab], of the distributions
+    that these ids were drawn from."""
     peak = logits.max(axis=-1, keepdims=True)
     # np.logaddexp.reduce would add one term after the other, in f32: an error of up to 0.006 with 50,000 terms.
     values = logits - (peak + np.log(np.exp(logits - peak).sum(axis=-1, keepdims=True)))

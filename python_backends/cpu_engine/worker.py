@@ -27,14 +27,14 @@ import openvino_genai as genai
 from contract import failpoint, thread_dump
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
+from contract.manifest import DRAFT, EngineManifest
 from contract.scheduling import BLOCK_TOKENS, UNDRAFTED_FROM
 from python_backends.cpu_engine.drafting import TIMED_STEPS, Drafting, timed_tokens
-from python_backends.cpu_engine.partial_blocks import PartialBlocks
-from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
+from python_backends.cpu_engine.prefix_cache import PartialBlocks
 from python_backends.cpu_engine.step_budget import StepBudget, attended
-from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
+from python_backends.cpu_engine.top_log_probs import ScoredSequence, TopLogProbsModel
+from python_backends.ensemble.token_increment import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport, last_line
 from python_backends.grammar.structured_output import structured_output
 from python_backends.limits import EngineLimits
 
@@ -60,6 +60,7 @@ class StepLoop:
         """step_budget: None where prompts cannot be read in pieces: without a prefix cache or chunked prefill."""
         self._pipeline = pipeline
         self._top_log_probs = top_log_probs
+        self._scored: dict[int, ScoredSequence] = {}
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
         self._unscored: dict[int, AddSequence] = {}  # they start once their prompts are scored
@@ -81,11 +82,7 @@ class StepLoop:
         self._cache_usage = 0.0  # of the fuller pipeline
 
     def run(self) -> None:
-        """Loop until the connection ends.
-
-        Raises:
-            EOFError, ConnectionError: the connection has ended.
-        """
+        """Loop until the connection ends. Raises EOFError, ConnectionError: the connection has ended."""
         while True:
             self._drain_commands()
             start_ns = time.monotonic_ns()
@@ -99,7 +96,6 @@ class StepLoop:
                 threading.Thread(target=load).start()
 
     def _advance(self, start_ns: int) -> None:
-        """Step once, and report."""
         running = self._decoding()
         tokens, before = self._take_prompt_tokens(running)
         drafts, plain = len(self._drafting), self._plain()
@@ -155,9 +151,7 @@ class StepLoop:
 
     def _time_steps(self, sequences: int, drafts: bool) -> None:
         """Generate a few tokens of so many sequences, with or without drafts, to time their steps. A request ends it.
-
-        Each step reads one prompt, of one block, so that a request waits for no longer step.
-        """
+        Each step reads one prompt, of one block, so that a request waits for no longer step."""
         pipeline = (self._drafting.pipeline if drafts else None) or self._pipeline
         handles: dict[int, genai.GenerationHandle] = {}
         for nth in range(sequences + TIMED_STEPS):
@@ -202,7 +196,6 @@ class StepLoop:
         self._add_all(came)
 
     def _add_all(self, came: list[AddSequence]) -> None:
-        """Add what came together, and empty the list."""
         for nth, command in enumerate(came, 1):
             self._add(command, behind=len(came) - nth)
         came.clear()
@@ -213,11 +206,12 @@ class StepLoop:
         if command is None:
             return
         id, sampling = command.id, command.sampling
-        if id not in self._top_log_probs:
-            if len(self._top_log_probs) >= _MOST_SCORED:
+        if id not in self._scored:
+            if len(self._scored) >= _MOST_SCORED:
                 return
-            self._top_log_probs.open(id, command.input_ids, sampling.top_log_probs, sampling.prompt_log_probs)
-        if (scores := self._top_log_probs.read_prompt(id)) is None:
+            opened = command.input_ids, sampling.top_log_probs, sampling.prompt_log_probs
+            self._scored[id] = self._top_log_probs.open(*opened)
+        if (scores := self._scored[id].read_prompt()) is None:
             return
         if sampling.prompt_log_probs:
             log_probs, top = scores
@@ -229,7 +223,7 @@ class StepLoop:
     def _add(self, command: AddSequence, behind: int = 0) -> None:
         """Add a sequence, behind which so many others have come."""
         if not command.max_tokens:
-            self._top_log_probs.close(command.id)
+            self._scored.pop(command.id, None)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
@@ -241,14 +235,12 @@ class StepLoop:
         elif not self._start(self._drafting.pipeline, command, config):
             return
         if not command.sampling.top_log_probs:
-            self._top_log_probs.close(command.id)
+            self._scored.pop(command.id, None)
         self._without_token[command.id] = command
 
     def _await(self, command: AddSequence) -> None:
         """Have a prompt wait for the earlier one that has most of its blocks: read together, each would compute them.
-
-        Not for one in the pipeline that drafts, which has a prefix cache of its own.
-        """
+        Not for one in the pipeline that drafts, which has a prefix cache of its own."""
         most = command.cached_tokens
         for id, other in self._without_token.items():
             if id == command.id:
@@ -331,7 +323,7 @@ class StepLoop:
             self._handles[command.id] = pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
             self._forget(command.id)
-            self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
+            self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=last_line(exc)))
             return False
         self._begun[command.id] = command.cached_tokens
         return True
@@ -410,7 +402,7 @@ class StepLoop:
         self._log_probs.discard(id)
         self._read_tokens.pop(id, None)
         self._awaited.pop(id, None)
-        self._top_log_probs.close(id)
+        self._scored.pop(id, None)
         self._drafting.end(id)
         self._partial_blocks.end(id)
 
@@ -422,19 +414,9 @@ class StepLoop:
             output = self._read(id, handle)
             if output is not None:
                 outputs.append(output)
-        self._connection.send(
-            StepReport(
-                start_ns,
-                time.monotonic_ns(),
-                outputs,
-                self._scheduled,
-                len(self._without_token),
-                sum(command.input_ids.size for command in self._without_token.values()),
-                self._cache_usage,
-                *self._drafting.take_counts(),
-                begun,
-            )
-        )
+        context = len(self._without_token), sum(command.input_ids.size for command in self._without_token.values())
+        gauges = self._scheduled, *context, self._cache_usage, *self._drafting.take_counts()
+        self._connection.send(StepReport(start_ns, time.monotonic_ns(), outputs, *gauges, begun))
 
     def _read(self, id: int, handle: genai.GenerationHandle) -> StepOutput | None:
         token_ids: list[int] = []
@@ -457,7 +439,8 @@ class StepLoop:
             self._without_token.pop(id, None)
         self._partial_blocks.generated(id, token_ids)
         self._drafting.observe(id, token_ids)
-        chosen, top = self._top_log_probs.score(id, token_ids)
+        scored = self._scored.get(id)
+        chosen, top = scored.score(token_ids) if scored and token_ids else ([], [])
         if event.last:
             del self._handles[id]
             self._forget(id)
@@ -465,6 +448,51 @@ class StepLoop:
             return None
         error = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
         return StepOutput(id, token_ids, chosen or log_probs, event, top, error)
+
+
+def open_pipeline(
+    engine_dir: Path, manifest: EngineManifest, properties: dict[str, object] | None = None, blocks: int | None = None
+) -> genai.ContinuousBatchingPipeline:
+    """Load the weights and allocate the KV cache: 0.4 s for a 10M-parameter model, about 1 s for 160M.
+
+    properties: beside those of the manifest.
+    blocks: of the KV cache, if not those of the manifest.
+    """
+    scheduler = genai.SchedulerConfig()
+    scheduler.num_kv_blocks = blocks or EngineLimits.from_manifest(manifest).kv_cache_blocks
+    scheduler.max_num_seqs = manifest.max_batch_size
+    scheduler.max_num_batched_tokens = manifest.max_num_tokens
+    # Chunked prefill: a long prompt does not hold up running streams.
+    scheduler.dynamic_split_fuse = bool(manifest.recipe["chunked_context"])
+    scheduler.enable_prefix_caching = bool(manifest.recipe["prefix_reuse"])
+    together = {**manifest.properties, **(properties or {})}
+    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", together)
+
+
+def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting:
+    """Return the rule of an engine; its ``load`` loads the weights a second time, into the pipeline that drafts."""
+    limits, declared = EngineLimits.from_manifest(manifest), manifest.recipe.get("speculative_decoding")
+    if not declared:
+        return Drafting(limits)
+    lookup = declared["mode"] == "prompt_lookup"
+    ngram_size = declared["ngram_size"] if lookup else 0
+
+    def load() -> genai.ContinuousBatchingPipeline:
+        properties: dict[str, object] = {"prompt_lookup": True}
+        if not lookup:
+            properties = {"draft_model": genai.draft_model(str(engine_dir / DRAFT), "CPU", **manifest.properties)}
+        pipeline = open_pipeline(engine_dir, manifest, properties, limits.draft_pool_blocks)
+        # A pipeline's first token takes a third of a second longer, for 135M parameters. The prompt is one whole block:
+        # requests that start together corrupt a block that the prefix cache holds in part.
+        config = genai.GenerationConfig(max_new_tokens=1, num_assistant_tokens=1, max_ngram_size=ngram_size)
+        handle = pipeline.add_request(0, ov.Tensor(np.zeros((1, BLOCK_TOKENS), np.int64)), config)
+        while handle.get_status() == genai.GenerationStatus.RUNNING:
+            pipeline.step()
+        return pipeline
+
+    drafting = Drafting(limits, ngram_size)
+    drafting.load_with(load)
+    return drafting
 
 
 def generation_config(
@@ -496,23 +524,15 @@ def generation_config(
         config.min_p = sampling.min_p
         if sampling.top_k:
             config.top_k = sampling.top_k
-        config.rng_seed = (
-            fold_seed(sampling.seed) if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
-        )
+        drawn = int.from_bytes(os.urandom(4), "little")
+        config.rng_seed = drawn if sampling.seed is None else fold_seed(sampling.seed)
     return config
 
 
 def fold_seed(seed: int) -> int:
-    """Fold a uint64 seed into the 32 bits that GenAI uses.
-
-    Seeds below 2**32 are unchanged; seeds that differ only in the high half stay different.
-    """
+    """Fold a uint64 seed into the 32 bits that GenAI uses. Seeds below 2**32 are unchanged; seeds that differ only in
+    the high half stay different."""
     return (seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF
-
-
-def _last_line(exc: Exception) -> str:
-    """Return a GenAI error's message without the source paths of its build."""
-    return str(exc).strip().splitlines()[-1]
 
 
 def _lower_cpu_priority() -> None:
@@ -546,7 +566,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
     except Exception as exc:
-        connection.send(Failed(_last_line(exc)))
+        connection.send(Failed(last_line(exc)))
         raise
 
 

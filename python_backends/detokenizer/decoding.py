@@ -33,22 +33,23 @@ class Decoding:
     """How one tokenizer turns ids into text. Made once at load, shared by all streams and threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """
-        Raises:
-            InvalidArgument: the tokenizer's decoder is not supported.
-        """
+        """Raises InvalidArgument: the tokenizer's decoder is not supported."""
         self._tokenizer = tokenizer
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        self._plan = _Plan(_steps(_specification(tokenizer.decoder)))
+        if tokenizer.decoder is None:
+            raise _unsupported("no decoder")
+        try:
+            specification = json.loads(tokenizer.decoder.__getstate__())  # as ``tokenizer.json`` writes it
+        except Exception as exc:  # the library raises nothing narrower
+            raise _unsupported("a decoder written in Python") from exc
+        self._plan = _Plan(_steps(specification))
         self._tables: dict[tuple[bool, bool], _TokenTable] = {}
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer | str | os.PathLike[str]) -> Decoding:
         """Make the decoding of a Tokenizer, a ``tokenizer.json``, or the folder of one.
-
-        Raises:
-            NotFound: there is no such file.
-            InvalidArgument: the file cannot be read, or its decoder is not supported.
+        Raises NotFound: there is no such file.
+        Raises InvalidArgument: the file cannot be read, or its decoder is not supported.
         """
         return cls(tokenizer if isinstance(tokenizer, Tokenizer) else _load(Path(tokenizer)))
 
@@ -94,9 +95,9 @@ class _Plan:
     def __init__(self, steps: Sequence[_Step]) -> None:
         self.each: list[stages.Each] = []
         self.byte_level = False
-        self.token_stages: list[Callable[[], stages.TokenStage]] = []
+        self.token_stages: list[Callable[[], stages.Stage[list[str]]]] = []
         self.join: Callable[[], stages.Concat | stages.Utf8] = stages.Concat
-        self.text_stages: list[Callable[[], stages.TextStage]] = []
+        self.text_stages: list[Callable[[], stages.Stage[str]]] = []
         joined_by = ""
         for step in steps:
             kind = step["type"]
@@ -114,7 +115,7 @@ class _Plan:
                 self.token_stages.append(partial(stages.EachInTurn, _each(step)))
             else:
                 self.each.append(_each(step))
-        self.first_differs = any(each.first_differs for each in self.each)
+        self.first_differs = any(step["type"] == "Metaspace" for step in steps[: len(self.each)])
 
     def decode(self, token: str, first: bool) -> str | bytes:
         for each in self.each:
@@ -123,10 +124,8 @@ class _Plan:
 
 
 class _TokenTable(dict[int, "str | bytes | None"]):
-    """id -> the token after the plan's ``each`` steps; None for an id that gives no token.
-
-    Filled on first use. Ids outside the vocabulary are not kept, so that the table never outgrows the vocabulary.
-    """
+    """id -> the token after the plan's ``each`` steps; None for an id that gives no token. Filled on first use. Ids
+    outside the vocabulary are not kept, so that the table never outgrows the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: set[str], plan: _Plan, first: bool) -> None:
         self._tokenizer, self._skipped, self._plan, self._first = tokenizer, skipped, plan, first
@@ -160,7 +159,7 @@ class Stream:
         self._text_stages = [make() for make in plan.text_stages]
         last_stage = self._token_stages[-1] if self._token_stages else None
         self._runs = last_stage if isinstance(last_stage, stages.ByteRuns) else None
-        self._draft_stages: list[stages.TextStage] = []  # the text stages as the undecided run leaves them
+        self._draft_stages: list[stages.Stage[str]] = []  # the text stages as the undecided run leaves them
         self._drafted = 0  # parts of the run's draft
         self.draft: list[str] = []
 
@@ -204,7 +203,7 @@ class Stream:
         self._drafted = len(parts)
 
 
-def _text_stages(step: _Step, joined_by: str) -> list[Callable[[], stages.TextStage]]:
+def _text_stages(step: _Step, joined_by: str) -> list[Callable[[], stages.Stage[str]]]:
     """Return the stages of a decoder that follows Fuse or ByteLevel: the whole text is its only token."""
     match step:
         case {"type": "Fuse"}:
@@ -224,14 +223,14 @@ def _text_stages(step: _Step, joined_by: str) -> list[Callable[[], stages.TextSt
 
 
 def _each(step: _Step) -> stages.Each:
-    match step["type"]:
-        case "Strip":
-            return stages.StripEach(step["content"], step["start"], step["stop"])
-        case "Replace":
-            return stages.Each(_replace(step).decode)
-        case "Metaspace":
-            options = {name: value for name, value in step.items() if name != "type"}
-            return stages.EachFirst(decoders.Metaspace(**options).decode)
+    match step:
+        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
+            return stages.strip_each(content, start, stop)
+        case {"type": "Replace"}:
+            replace = _replace(step).decode
+            return lambda token, first: replace([token])
+        case {"type": "Metaspace", **options}:
+            return stages.metaspace(decoders.Metaspace(**options).decode)
     raise _unsupported(step["type"])
 
 
@@ -244,20 +243,8 @@ def _replace(step: _Step) -> decoders.Decoder:
     raise _unsupported(f"Replace with the pattern {step['pattern']!r}")
 
 
-def _specification(decoder: decoders.Decoder | None) -> _Step | None:
-    """Return the decoder as ``tokenizer.json`` writes it."""
-    if decoder is None:
-        return None
-    try:
-        return json.loads(decoder.__getstate__())
-    except Exception as exc:  # the library raises nothing narrower
-        raise _unsupported("a decoder written in Python") from exc
-
-
-def _steps(specification: _Step | None) -> list[_Step]:
+def _steps(specification: _Step) -> list[_Step]:
     """Return the decoders of a Sequence in order, those of nested Sequences included."""
-    if specification is None:
-        raise _unsupported("no decoder")
     if specification["type"] == "Sequence":
         return [step for inner in specification["decoders"] for step in _steps(inner)]
     return [specification]
@@ -281,7 +268,7 @@ def _unreadable(path: Path, problem: Exception) -> InvalidArgument:
     try:
         steps = _steps(json.loads(path.read_text(encoding="utf-8"))["decoder"])
         unknown = [step["type"] for step in steps if step["type"] not in SUPPORTED_DECODERS]
-    except (ValueError, KeyError, TypeError, InvalidArgument):
+    except (ValueError, KeyError, TypeError):
         unknown = []
     if unknown:
         return _unsupported(unknown[0])

@@ -21,11 +21,10 @@ from contract.errors import EngineFailed, NotFound
 from contract.generation import TokenDelta
 from contract.manifest import EngineManifest
 from python_backends.detokenizer.decoding import Decoding
-from python_backends.detokenizer.in_band_streams import InBandStreams
 from python_backends.detokenizer.request_id_streams import RequestIdStreams, RequestIdTable
-from python_backends.detokenizer.streams import Streams, TextIncrement, failed_increment
-from python_backends.ensemble.stream_state import StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.detokenizer.streams import Streams, failed_delta
+from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
+from python_backends.ensemble.token_increment import INSTANTS, StreamState, TokenIncrement
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, AdapterMetrics, Metrics
 from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_family, response, row, texts
@@ -34,7 +33,28 @@ from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_
 # the engine's probes of silent streams, as often, this bounds the time to detect a disconnect.
 _CANCEL_CHECK_NS = 80_000_000
 _METRICS_PERIOD_NS = 100_000_000
-_INSTANTS = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+
+
+class InBandStreams:
+    """Streams of a Python engine, which names each in its responses; see RequestIdStreams for the C++ backend."""
+
+    def __init__(self, control_socket: str) -> None:
+        self._control = ControlSender(control_socket)
+
+    def read(self, request: Request, inputs: Inputs) -> TokenIncrement:
+        """Return the increment that the detokenizer's input tensor holds."""
+        return TokenIncrement.from_array(inputs.required("stream_state"))
+
+    def stop(self, state: StreamState) -> bool:
+        """End a stream in whose text a stop string matched; return whether the engine has the command."""
+        return self._control.send(ControlMessage(Verb.STOP, state.epoch, state.key))
+
+    def cancel(self, state: StreamState) -> bool:
+        """End a stream whose client has disconnected; return whether the engine has the command."""
+        return self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+
+    def close(self) -> None:
+        self._control.close()
 
 
 class TritonPythonModel:
@@ -52,27 +72,15 @@ class TritonPythonModel:
         self._streams = Streams(Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"), self._engine.stop)
         self._checked_ns: dict[int, int] = {}
         self._flushed_ns = 0
-        # Caches in front of the server use this digest in their keys.
-        digest = manifests.sha256_file(settings.engine_dir / manifests.FILE_NAME)
-        self._metrics.gauge(
-            "trident_engine_info",
-            "1; the labels name the engine that is served",
-            engine=manifest.name,
-            kind=manifest.kind,
-            manifest_sha256=digest,
-        )(1)
+        self._metrics.show_engine(settings.engine_dir, manifest)
         with contextlib.suppress(NotFound, EngineFailed):  # the supervisor has said why there is none
             for term, value in step_model.of_engine(settings.engine_dir).exported.items():
                 self._metrics.gauge(step_model.METRIC, "What a part of an engine step takes", term=term)(value)
         self._metrics.flush()
-        self._detokenize_phase = self._metrics.histogram(
-            PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
-        )
-        self._open_streams = self._metrics.gauge(
-            "trident_open_streams",
-            "Streams that have started and not ended",
-            model=args.get("model_name", "detokenizer"),
-        )
+        phase = {"model": "detokenizer", "phase": "detokenize"}
+        self._detokenize_phase = self._metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, **phase)
+        name, what = args.get("model_name", "detokenizer"), "Streams that have started and not ended"
+        self._open_streams = self._metrics.gauge("trident_open_streams", what, model=name)
         self._heartbeat = Heartbeat(settings.supervisor_socket)
 
     def _table(self, manifest: EngineManifest) -> RequestIdTable:
@@ -98,28 +106,25 @@ class TritonPythonModel:
         try:
             increment = self._engine.read(request, Inputs(request))
             self._relay_cancel(request, increment.state)
-            text = self._decode(increment)
-            if text is None:
-                return None
-            delta = text.delta(increment.state, received_ns, time.monotonic_ns())
-            return response(self._outputs(delta, text.cum_log_prob))
+            decoded = self._decode(increment, received_ns)
+            return None if decoded is None else response(self._outputs(*decoded))
         except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
             return self._failed(exc)
 
     def _failed(self, exc: Exception) -> Any:
         log_error(f"detokenizer failed: error={exc!r}")
-        return response(self._outputs(failed_increment(_failure(exc)).delta(), 0.0))
+        return response(self._outputs(failed_delta(f"the detokenizer failed: {exc!r}"), 0.0))
 
-    def _decode(self, increment: TokenIncrement) -> TextIncrement | None:
+    def _decode(self, increment: TokenIncrement, received_ns: int) -> tuple[TokenDelta, float] | None:
         try:
-            text = self._streams.feed(increment)
+            decoded = self._streams.feed(increment, received_ns)
         except Exception as exc:  # the outer edge: one stream fails, the others go on
             log_error(f"decoding failed: stream={increment.state.key} error={exc!r}")
             self._streams.fail(increment.state)
             self._engine.cancel(increment.state)
-            text = failed_increment(_failure(exc))
+            decoded = failed_delta(f"the detokenizer failed: {exc!r}", increment.state), 0.0
         self._observe(increment.state)
-        return text
+        return decoded
 
     def _relay_cancel(self, request: Request, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
@@ -146,16 +151,14 @@ class TritonPythonModel:
 
     @staticmethod
     def _outputs(delta: TokenDelta, cum_log_prob: float) -> dict[str, np.ndarray]:
-        """Return the outputs of the ensemble's contract."""
         outputs = {"text_output": texts(delta.text), "output_ids": row(delta.token_ids)}
         if delta.log_probs:
             outputs["output_log_probs"] = np.array([[delta.log_probs]], dtype=np.float32)
             outputs["cum_log_probs"] = row([cum_log_prob], np.float32)
         if delta.top_log_probs:
-            outputs["top_log_probs_ids"] = np.array([[[id for id, _ in at] for at in delta.top_log_probs]], np.int32)
-            outputs["top_log_probs"] = np.array(
-                [[[value for _, value in at] for at in delta.top_log_probs]], np.float32
-            )
+            top = delta.top_log_probs
+            outputs["top_log_probs_ids"] = np.array([[[id for id, _ in at] for at in top]], np.int32)
+            outputs["top_log_probs"] = np.array([[[value for _, value in at] for at in top]], np.float32)
         if delta.finish_reason is None:
             if delta.prompt_ids:
                 outputs["num_input_tokens"] = row([delta.prompt_ids])
@@ -171,8 +174,8 @@ class TritonPythonModel:
             outputs["num_cached_tokens"] = row([delta.usage.cached_tokens])
         if delta.timings is not None:
             instants = astuple(delta.timings)
-            outputs |= {name: row([value], np.int64) for name, value in zip(_INSTANTS, instants, strict=False)}
-            outputs["stage_time_ns"] = row(instants[len(_INSTANTS) :], np.int64)
+            outputs |= {name: row([value], np.int64) for name, value in zip(INSTANTS.values(), instants, strict=False)}
+            outputs["stage_time_ns"] = row(instants[len(INSTANTS) :], np.int64)
         return outputs
 
 
@@ -190,10 +193,4 @@ class PackedModel(TritonPythonModel):
 
     @staticmethod
     def _outputs(delta: TokenDelta, cum_log_prob: float) -> dict[str, np.ndarray]:
-        if delta.timings is not None and not delta.timings.first_token_ns:
-            delta.timings = None
         return {packed_delta.OUTPUT: np.frombuffer(packed_delta.pack(delta), dtype=np.uint8)[None]}
-
-
-def _failure(exc: Exception) -> str:
-    return f"the detokenizer failed: {exc!r}"

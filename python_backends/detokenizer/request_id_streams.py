@@ -10,18 +10,63 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from contract.errors import EngineFailed
-from python_backends.detokenizer.adapter_cache import AdapterCache
 from python_backends.ensemble.metadata_channel import SEND_ADAPTER, MetadataListener, MetadataSender, StreamMetadata
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.token_increment import INSTANTS, StreamEvent, StreamState, TokenIncrement
 from python_backends.triton_io import Inputs, Request, log_error, stop_request
 
 _EXPIRY_NS = 600_000_000_000
+# Should the inference be wrong, as after the backend alone was loaded again, requests without weights fail. So one that
+# has had no token for this long makes later ones carry them, under any adapter.
+DOUBT_NS = 100_000_000
+
+
+class AdapterCache:
+    """Which LoRA adapters the backend has in its cache of ``capacity``, inferred from requests and tokens.
+
+    A request with ``lora_task_id`` alone fails unless the backend has the adapter. It keeps the weights that came with
+    an earlier request until, for lack of room, it drops the adapter whose requests ended longest ago. It reports
+    neither, and a failed request ends before the detokenizer. So requests carry the weights unless a token shows that
+    the backend had them, and too few other adapters ran since to displace them.
+
+    Not thread-safe. Adapters are known by their numbers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # Instants in ns, by adapter.
+        self._used: dict[int, int] = {}  # the last request, token or end
+        self._shown: dict[int, int] = {}  # the last token; 0 once others may have displaced the adapter
+        self._open: dict[int, int] = {}  # the first request without weights since then
+
+    def send_cause(self, adapter: int, now_ns: int, running: Container[int] = ()) -> str:
+        """Return why a request that comes now must carry the adapter's weights: first, again; empty if it need not.
+
+        running: adapters of requests that have not ended. They keep their room, so that others are dropped.
+        """
+        shown_ns = self._shown.get(adapter, 0)
+        others = [n for n, ns in self._used.items() if n != adapter and (ns >= shown_ns or n in running)]
+        if shown_ns and len(others) >= self._capacity:
+            shown_ns = self._shown[adapter] = 0
+        self._used[adapter] = now_ns
+        if shown_ns and now_ns - self._open.setdefault(adapter, now_ns) <= DOUBT_NS:
+            return ""
+        if shown_ns:  # what the backend had before that request it may have lost too
+            self._shown = {other: ns if ns > self._open[adapter] else 0 for other, ns in self._shown.items()}
+        return "again" if adapter in self._shown else "first"
+
+    def generated(self, adapter: int, now_ns: int) -> None:
+        """Note a token of a request with the adapter: the backend has it."""
+        self._used[adapter] = self._shown[adapter] = now_ns
+        self._open.pop(adapter, None)
+
+    def ended(self, adapter: int, now_ns: int) -> None:
+        """Note the end of a request with the adapter, with or without a token."""
+        self._used[adapter] = now_ns
 
 
 @dataclass
@@ -108,11 +153,8 @@ class RequestIdTable:
             return True
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> tuple[StreamState, str]:
-        """Return the stream's state after these ids, and its options if they are its first.
-
-        Raises:
-            EngineFailed: no stream has this request id.
-        """
+        """Return the stream's state after these ids, and its options if they are its first. Raises EngineFailed: no
+        stream has this request id."""
         with self._lock:
             live = self._live.get(request_id)
             if live is None:
@@ -151,9 +193,8 @@ class RequestIdTable:
 class RequestIdStreams:
     """Read the engine's responses and stop or cancel its streams; see InBandStreams for the Python engines."""
 
-    def __init__(self, metadata_socket: str, table: RequestIdTable | None, model: str = "engine") -> None:
+    def __init__(self, metadata_socket: str, table: RequestIdTable | None) -> None:
         """table: None where the model ``detokenizer`` has it, from which the metadata of each stream is taken."""
-        self._model = model
         self._sender = MetadataSender(metadata_socket) if table is None else None
         if self._sender is not None:
             table = RequestIdTable(on_end=self._sender.end)
@@ -165,10 +206,8 @@ class RequestIdStreams:
 
     def read(self, request: Request, inputs: Inputs) -> TokenIncrement:
         """Return the increment that the detokenizer's input tensors hold.
-
-        Raises:
-            EngineFailed: no stream has the request's id.
-            Unavailable: the model ``detokenizer`` does not answer.
+        Raises EngineFailed: no stream has the request's id.
+        Raises Unavailable: the model ``detokenizer`` does not answer.
         """
         token_ids = inputs.values("output_ids")[: sum(inputs.values("sequence_length"))]
         request_id = request.request_id()
@@ -176,12 +215,7 @@ class RequestIdStreams:
             if (metadata := self._sender.take(request_id)) is not None:
                 self._table.accept(metadata)
         state, options = self._table.advance(request_id, token_ids)
-        state = state._replace(
-            arrival_ns=inputs.scalar("arrival_time_ns", 0),
-            first_scheduled_ns=inputs.scalar("first_scheduled_time_ns", 0),
-            first_token_ns=inputs.scalar("first_token_time_ns", 0),
-            last_token_ns=inputs.scalar("last_token_time_ns", 0),
-        )
+        state = state._replace(**{field: inputs.scalar(name, 0) for field, name in INSTANTS.items()})
         return TokenIncrement(state, token_ids, inputs.values("output_log_probs")[: len(token_ids)], options=options)
 
     def stop(self, state: StreamState) -> bool:
@@ -204,6 +238,6 @@ class RequestIdStreams:
 
     def _send_stop(self, request_id: str) -> None:
         try:
-            stop_request(self._model, request_id)
+            stop_request("engine", request_id)
         except Exception as exc:  # the thread's outer edge: no caller waits for the result
             log_error(f"stop request failed: request_id={request_id!r} error={exc!r}")

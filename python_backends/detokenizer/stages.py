@@ -16,64 +16,30 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder, utf_8_decode
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 REPLACEMENT = "\ufffd"
 
-DecodeTokens = Callable[[list[str]], str]  # the library's Decoder.decode
+Each = Callable[[str, bool], str]  # of a token, and whether it is the first
+_T = TypeVar("_T")
 
 
-class TokenStage(Protocol):
-    """A decoder between tokens and the join."""
+class Stage(Protocol[_T]):
+    """A decoder of lists of tokens, between tokens and the join, or of text, after it."""
 
-    def feed(self, tokens: list[str]) -> list[str]: ...
-    def finish(self) -> list[str]: ...
-
-
-class TextStage(Protocol):
-    """A decoder after the join."""
-
-    def feed(self, text: str) -> str: ...
-    def finish(self) -> str: ...
+    def feed(self, given: _T, /) -> _T: ...
+    def finish(self) -> _T: ...
 
 
-# --- one token at a time -----------------------------------------------------------------------------------------
+def strip_each(content: str, start: int, stop: int) -> Each:
+    """Return Strip. The library panics on a token shorter than what it strips; here nothing is left of that token."""
+    return lambda token, first: StripText(content, start, stop).feed(token)
 
 
-class Each:
-    """A decoder whose output for a token depends on that token alone (Replace)."""
-
-    first_differs = False
-
-    def __init__(self, decode: DecodeTokens) -> None:
-        self._decode = decode
-
-    def __call__(self, token: str, first: bool) -> str:
-        return self._decode([token])
-
-
-class EachFirst(Each):
-    """Metaspace, which removes its mark from the first token."""
-
-    first_differs = True
-
-    def __call__(self, token: str, first: bool) -> str:
-        # An empty first token decodes to nothing, so the result is the second token's text.
-        return self._decode([token]) if first else self._decode(["", token])
-
-
-class StripEach(Each):
-    """Strip. The library panics on a token shorter than what it strips; here nothing is left of that token."""
-
-    def __init__(self, content: str, start: int, stop: int) -> None:
-        super().__init__("".join)
-        self._content, self._start, self._stop = content, start, stop
-
-    def __call__(self, token: str, first: bool) -> str:
-        return StripText(self._content, self._start, self._stop).feed(token)
-
-
-# --- token stages -----------------------------------------------------------------------------------------------
+def metaspace(decode: Callable[[list[str]], str]) -> Each:
+    """Return Metaspace, which removes its mark from the first token. decode: the library's."""
+    # An empty first token decodes to nothing, so the result is the second token's text.
+    return lambda token, first: decode([token] if first else ["", token])
 
 
 class EachInTurn:
@@ -84,10 +50,8 @@ class EachInTurn:
         self._first = True
 
     def feed(self, tokens: list[str]) -> list[str]:
-        decoded = []
-        for token in tokens:
-            decoded.append(self._each(token, self._first))
-            self._first = False
+        decoded = [self._each(token, self._first and not place) for place, token in enumerate(tokens)]
+        self._first = self._first and not tokens
         return decoded
 
     def finish(self) -> list[str]:
@@ -159,9 +123,6 @@ class ByteRuns:
         return decided
 
 
-# --- joins ------------------------------------------------------------------------------------------------------
-
-
 class Concat:
     """Fuse, and the end of every decoder."""
 
@@ -173,10 +134,8 @@ class Concat:
 
 
 class Utf8:
-    """ByteLevel's second half: bytes to text, with one U+FFFD for each maximal invalid part.
-
-    Holds up to three bytes that may become a character.
-    """
+    """ByteLevel's second half: bytes to text, with one U+FFFD for each maximal invalid part. Holds up to three bytes
+    that may become a character."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -212,14 +171,9 @@ def byte_level(token: str) -> bytes:
         return token.encode()
 
 
-# --- text stages ------------------------------------------------------------------------------------------------
-
-
 class StripText:
-    """Strip over the whole text: up to ``start`` times ``content`` at its start, up to ``stop`` at its end.
-
-    Holds the last ``content`` characters, ``stop`` at most, since the text may end here.
-    """
+    """Strip over the whole text: up to ``start`` times ``content`` at its start, up to ``stop`` at its end. Holds the
+    last ``content`` characters, ``stop`` at most, since the text may end here."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop

@@ -1,4 +1,4 @@
-"""The open streams of the detokenizer: token increments of the engine in, text increments for the client out.
+"""The open streams of the detokenizer: token increments of the engine in, deltas with text for the client out.
 
 A stream ends with the engine's last increment. When a stop string matches earlier, the engine is asked to stop, text
 that still arrives is dropped, and the engine's last increment carries the end.
@@ -6,73 +6,16 @@ that still arrives is dropped, and the engine's last increment carries the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from contract.errors import EngineFailed, to_text
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from python_backends.detokenizer.decoding import Decoding
-from python_backends.detokenizer.stop import StopStrings
-from python_backends.detokenizer.stream import TextStream
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
-
-_FINISH_REASONS = {
-    StreamEvent.STOP: FinishReason.STOP,
-    StreamEvent.LENGTH: FinishReason.LENGTH,
-    StreamEvent.CANCELLED: FinishReason.CANCELLED,
-    StreamEvent.ERROR: FinishReason.ERROR,
-}
-
-
-class TextIncrement(NamedTuple):
-    """What one response adds for the client; the last one has a finish_reason.
-
-    token_ids: the ids that ``text`` was made of.
-    log_probs, top_log_probs: one entry per generated id, or empty if not requested.
-    cum_log_prob: sum over all generated ids so far.
-    stop_reason: the stop string or id that matched.
-    num_output_tokens: generated ids of the whole stream; the last increment only.
-    timings: the client requested the instants of every step.
-    tokenized_ns: CLOCK_MONOTONIC, the prompt's ids were ready.
-    echoed_ids: how many of ``token_ids`` are an echoed prompt's; not told by the last increment.
-    """
-
-    text: str
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    top_log_probs: Sequence[TopLogProbs]
-    cum_log_prob: float
-    finish_reason: FinishReason | None = None
-    stop_reason: str = ""
-    error: str = ""
-    num_output_tokens: int = 0
-    timings: bool = False
-    tokenized_ns: int = 0
-    echoed_ids: int = 0
-
-    def delta(self, state: StreamState | None = None, received_ns: int = 0, decoded_ns: int = 0) -> TokenDelta:
-        """Return it as clients read it.
-
-        state: of its stream.
-        received_ns, decoded_ns: CLOCK_MONOTONIC, the decoder got the engine's increment and had made its text.
-        """
-        top = tuple(tuple(zip(*position, strict=True)) for position in self.top_log_probs)
-        delta = TokenDelta(
-            self.text, tuple(self.token_ids), tuple(self.log_probs), self.finish_reason, top_log_probs=top
-        )
-        if self.finish_reason is None:
-            delta.prompt_ids = self.echoed_ids
-            return delta
-        delta.stop_reason, delta.error = self.stop_reason, self.error
-        if state is not None:
-            delta.usage = Usage(state.num_input_tokens, self.num_output_tokens, state.num_cached_tokens)
-            if self.timings and state.arrival_ns:
-                engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns
-                delta.timings = Timings(*engine, self.tokenized_ns, received_ns, decoded_ns)
-        return delta
+from python_backends.detokenizer.stop import StopStrings, TextStream
+from python_backends.ensemble.request_tensors import StreamOptions
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement, TopLogProbs
 
 
 @dataclass
@@ -90,15 +33,19 @@ class _OpenStream:
     held_log_probs: list[float] = field(default_factory=list)
     held_top: list[TopLogProbs] = field(default_factory=list)
 
+    def take(self, text: str) -> TokenDelta:
+        """Return what is held, with this text."""
+        top = tuple(tuple(zip(*position, strict=True)) for position in self.held_top)
+        delta = TokenDelta(text, tuple(self.held_ids), tuple(self.held_log_probs), top_log_probs=top)
+        self.held_ids, self.held_log_probs, self.held_top = [], [], []
+        return delta
+
 
 class Streams:
     """Decode every open stream."""
 
     def __init__(self, decoding: Decoding, request_stop: Callable[[StreamState], bool]) -> None:
-        """
-        decoding: the tokenizer's decoder.
-        request_stop: ask the engine to end the stream; returns whether the engine has the request.
-        """
+        """request_stop: ask the engine to end the stream; returns whether the engine has the request."""
         self._decoding = decoding
         self._request_stop = request_stop
         self._open: dict[int, _OpenStream] = {}
@@ -108,15 +55,19 @@ class Streams:
     def __len__(self) -> int:
         return len(self._open)
 
-    def feed(self, increment: TokenIncrement) -> TextIncrement | None:
-        """Return what the client gets, or None if this increment adds nothing for it."""
+    def feed(self, increment: TokenIncrement, received_ns: int = 0) -> tuple[TokenDelta, float] | None:
+        """Return what the client gets, and the sum of all generated ids' log probabilities so far; None if this
+        increment adds nothing for it.
+
+        received_ns: CLOCK_MONOTONIC, the increment came.
+        """
         state = increment.state
         if state.epoch > self._epoch:  # a new engine: no stream of the earlier one will end
             self._open.clear()
             self._failed.clear()
             self._epoch = state.epoch
         elif state.epoch < self._epoch:  # late, of the earlier engine: its streams were dropped
-            return failed_increment("the engine was restarted") if state.event.last else None
+            return (failed_delta("the engine was restarted", state), 0.0) if state.event.last else None
         if state.key in self._failed:
             if state.event.last:
                 self._failed.discard(state.key)
@@ -127,17 +78,16 @@ class Streams:
             stream.stop_sent = self._request_stop(state)
         if state.event.last:
             del self._open[state.key]
-            return self._last(stream, increment, text)
+            return self._last(stream, increment, text, received_ns), stream.cum_log_prob
         if not text:
             return None  # ids wait for the text they are part of
         if not stream.options.stream:
             stream.held_text.append(text)
             return None
-        token_ids, stream.held_ids = stream.held_ids, []
-        log_probs, stream.held_log_probs = stream.held_log_probs, []
-        top, stream.held_top = stream.held_top, []
-        echoed = stream.echoed_ids if stream.ids == len(token_ids) else 0  # in the first response
-        return TextIncrement(text, token_ids, log_probs, top, stream.cum_log_prob, echoed_ids=echoed)
+        delta = stream.take(text)
+        if stream.ids == len(delta.token_ids):  # the first response
+            delta.prompt_ids = stream.echoed_ids
+        return delta, stream.cum_log_prob
 
     def fail(self, state: StreamState) -> None:
         """Drop a stream whose client was sent an error, and its later increments."""
@@ -149,13 +99,8 @@ class Streams:
         options = StreamOptions.from_json(increment.options)
         echoed = increment.state.num_input_tokens if options.echo else 0
         unarmed = echoed + options.min_tokens
-        text = TextStream(
-            self._decoding,
-            StopStrings(options.stop),
-            options.skip_special_tokens,
-            options.include_stop,
-            armed=not unarmed,
-        )
+        shown = options.skip_special_tokens, options.include_stop
+        text = TextStream(self._decoding, StopStrings(options.stop), *shown, armed=not unarmed)
         stream = self._open[increment.state.key] = _OpenStream(options, text, echoed, unarmed)
         _, stream.ids = self._feed(stream, options.replayed_ids)
         return stream
@@ -178,12 +123,8 @@ class Streams:
     def _decode(self, stream: _OpenStream, increment: TokenIncrement) -> str:
         """Return the text of the increment's ids; those that belong to the output are held with the stream."""
         ids, state = list(increment.token_ids), increment.state
-        if (
-            state.event is StreamEvent.STOP
-            and ids
-            and ids[-1] == state.stop_id
-            and ids[-1] in stream.options.hidden_ids
-        ):
+        ended = state.event is StreamEvent.STOP and ids and ids[-1] == state.stop_id
+        if ended and state.stop_id in stream.options.hidden_ids:
             ids.pop()
         text, consumed = self._feed(stream, ids)
         if stream.stop is None and state.event.last:
@@ -204,29 +145,26 @@ class Streams:
         return text
 
     @staticmethod
-    def _last(stream: _OpenStream, increment: TokenIncrement, text: str) -> TextIncrement:
+    def _last(stream: _OpenStream, increment: TokenIncrement, text: str, received_ns: int) -> TokenDelta:
         state, options = increment.state, stream.options
-        finish_reason = _FINISH_REASONS[state.event]
-        stop_reason = str(state.stop_id) if state.stop_id >= 0 else ""
+        delta = stream.take("".join(stream.held_text) + text)
+        delta.finish_reason = FinishReason[state.event.name]
+        delta.stop_reason = str(state.stop_id) if state.stop_id >= 0 else ""
         # A stop id that is kept out of the output was generated and counts.
         hidden = int(state.event is StreamEvent.STOP and state.stop_id in options.hidden_ids and stream.stop is None)
         if stream.stop is not None:
-            finish_reason, stop_reason = FinishReason.STOP, stream.stop
-        return TextIncrement(
-            "".join(stream.held_text) + text,
-            stream.held_ids,
-            stream.held_log_probs,
-            stream.held_top,
-            stream.cum_log_prob,
-            finish_reason,
-            stop_reason,
-            increment.error if finish_reason is FinishReason.ERROR else "",
-            max(0, stream.ids - stream.echoed_ids) + hidden,
-            options.timings,
-            options.tokenized_ns,
-        )
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, stream.stop
+        elif state.event is StreamEvent.ERROR:
+            delta.error = increment.error
+        generated = max(0, stream.ids - stream.echoed_ids) + hidden
+        delta.usage = Usage(state.num_input_tokens, generated, state.num_cached_tokens)
+        if options.timings and state.arrival_ns:
+            engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns
+            delta.timings = Timings(*engine, options.tokenized_ns, received_ns, time.monotonic_ns())
+        return delta
 
 
-def failed_increment(problem: str) -> TextIncrement:
-    """Return the end of a stream whose text could not be made."""
-    return TextIncrement("", (), (), (), 0.0, FinishReason.ERROR, "", to_text(EngineFailed(problem)))
+def failed_delta(problem: str, state: StreamState | None = None) -> TokenDelta:
+    """Return the end of a stream whose text could not be made. state: of the stream, if it is known."""
+    usage = state and Usage(state.num_input_tokens, 0, state.num_cached_tokens)
+    return TokenDelta(finish_reason=FinishReason.ERROR, error=to_text(EngineFailed(problem)), usage=usage)

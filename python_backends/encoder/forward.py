@@ -28,10 +28,8 @@ class Forward:
         self._max_rows, self._max_tokens, self._max_seq_len = max_rows, max_tokens, max_seq_len
 
     def run(self, rows: Sequence[Row], on_batch: Callable[[int, int], None] = lambda rows, tokens: None) -> np.ndarray:
-        """Return f32[n, d], or f32[n] of a reranker, in the order of ``rows``, which are not empty.
-
-        on_batch: called after each forward pass with its rows and tokens, padding included.
-        """
+        """Return f32[n, d], or f32[n] of a reranker, in the order of ``rows``, which are not empty. on_batch: called
+        after each forward pass with its rows and tokens, padding included."""
         result: np.ndarray | None = None
         for batch in packed([len(row.ids) for row in rows], self._max_rows, self._max_tokens):
             length = min(-(-len(rows[batch[-1]].ids) // STEP) * STEP, max(self._max_seq_len, len(rows[batch[-1]].ids)))

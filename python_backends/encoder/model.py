@@ -10,14 +10,66 @@ import numpy as np
 from contract import manifest as manifests
 from contract.backend_settings import Settings
 from contract.encoder import Encoder
-from contract.errors import Cancelled, EngineFailed, TridentError, Unavailable
+from contract.errors import Cancelled, EngineFailed, TridentError, Unavailable, of_ours
 from python_backends.encoder.forward import Forward
-from python_backends.encoder.metrics import EncoderMetrics
 from python_backends.encoder.request import EncoderRequest, parse
 from python_backends.encoder.tokens import Tokens
 from python_backends.heartbeat import Heartbeat
-from python_backends.metrics import Metrics
+from python_backends.metrics import DURATION_BUCKETS, Metrics
 from python_backends.triton_io import Inputs, Request, error_response, metric_family, response
+
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class EncoderMetrics:
+    """TensorRT-LLM's families, as far as they have a meaning here, and the batches. Updated by the thread that runs
+    the model. slots: requests that it runs at once."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str, slots: int) -> None:
+        names = {"model": model, "version": version}
+        self._metrics = metrics
+        self._running = {
+            state: metrics.gauge("nv_trt_llm_request_metrics", "Requests by state", **names, request_type=state)
+            for state in ("active", "scheduled", "max", "waiting", "context")
+        }
+        counter = {"general_type": "iteration_counter"}
+        self._steps = metrics.gauge("nv_trt_llm_general_metrics", "Forward passes", **names, **counter)
+        self._input_tokens = metrics.counter("trident_input_tokens_total", "Tokens of accepted inputs", **names)
+        self._requests = metrics.counter("trident_requests_total", "Finished requests", **names, finish_reason="stop")
+        self._rows = metrics.histogram("trident_encoder_batch_rows", "Texts of a forward pass", _ROW_BUCKETS, **names)
+        self._padded = metrics.counter("trident_encoder_padded_tokens_total", "Tokens computed, with padding", **names)
+        name, what = "gen_ai_server_request_duration_seconds", "Time of a batch of requests"
+        self._seconds = metrics.histogram(name, what, DURATION_BUCKETS, **names)
+        self.refused = metrics.errors(**names)
+        self._running["max"](slots)
+        self._passes = 0
+        self.ended(time.monotonic())
+
+    def began(self, requests: int) -> None:
+        """Show a batch of requests that begins."""
+        self._running["active"](requests)
+        self._running["scheduled"](requests)
+        self._metrics.flush()
+
+    def passed(self, rows: int, tokens: int) -> None:
+        """Count one forward pass. tokens: with padding."""
+        self._passes += 1
+        self._rows(rows)
+        self._padded(tokens)
+
+    def done(self, tokens: int) -> None:
+        """Count a finished request of that many tokens."""
+        self._requests(1)
+        self._input_tokens(tokens)
+
+    def ended(self, began_s: float) -> None:
+        """Show that nothing runs, and send everything pending."""
+        for state in ("active", "scheduled", "waiting", "context"):
+            self._running[state](0)
+        if self._passes:
+            self._seconds(time.monotonic() - began_s)
+        self._steps(self._passes)
+        self._metrics.flush()
 
 
 class TritonPythonModel:
@@ -35,10 +87,9 @@ class TritonPythonModel:
         self._tokens = Tokens(folder, self._encoder, longest, manifest.vocab_size)
         rows, tokens = manifest.max_batch_size, manifest.max_num_tokens
         self._forward = Forward(folder, manifest.properties, rows, tokens, longest)
-        digest = manifests.sha256_file(folder / manifests.FILE_NAME)
-        engine = {"engine": manifest.name, "kind": manifest.kind, "manifest_sha256": digest}
-        name, version = args["model_name"], args["model_version"]
-        self._metrics = EncoderMetrics(Metrics(metric_family), name, version, rows, engine)
+        metrics = Metrics(metric_family)
+        metrics.show_engine(folder, manifest)
+        self._metrics = EncoderMetrics(metrics, args["model_name"], args["model_version"], rows)
 
     def execute(self, requests: list[Request]) -> list[Any]:
         with self._heartbeat:
@@ -75,10 +126,8 @@ class TritonPythonModel:
             if request.is_cancelled():
                 raise Cancelled("the client has left")
             return parse(Inputs(request), self._kind, self._encoder, self._tokens)
-        except TridentError as exc:
-            return exc
         except Exception as exc:  # the outer edge: one request's defect must not fail its batch
-            return EngineFailed(f"the encoder could not read the request: {exc!r}")
+            return of_ours(exc, "the encoder could not read the request")
 
     def _outputs(self, request: EncoderRequest, made: np.ndarray) -> dict[str, np.ndarray]:
         """made: f32[rows, d] or f32[rows] of the request."""
@@ -100,6 +149,5 @@ class TritonPythonModel:
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
-    """Return the vectors scaled to length 1."""
     lengths: np.ndarray = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.float32(1e-12))

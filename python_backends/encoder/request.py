@@ -28,11 +28,8 @@ class EncoderRequest:
 
 
 def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> EncoderRequest:
-    """Read one request.
-
-    Raises:
-        InvalidArgument: a field holds what it may not; names it, with the row where it is one row's.
-    """
+    """Read one request. Raises InvalidArgument: a field holds what it may not; names it, with the row where it is one
+    row's."""
     longest: int | None = _of_all("truncate_prompt_tokens", inputs.values("truncate_prompt_tokens"))
     if longest is not None and longest != -1 and not 1 <= longest <= tokens.max_seq_len:
         problem = f"must be -1 or 1 to {tokens.max_seq_len}, the model's limit, got {longest}"
@@ -53,9 +50,8 @@ def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> Encode
         rows = tokens.texts("text_input", _prompted(inputs, encoder, texts), longest)
         return EncoderRequest(tuple(rows), len(texts), dimensions, False)
     if len(pairs) != len(texts):
-        raise InvalidArgument(
-            "text_pair", f"must have one entry for each of text_input, {len(texts)}, got {len(pairs)}"
-        )
+        problem = f"must have one entry for each of text_input, {len(texts)}, got {len(pairs)}"
+        raise InvalidArgument("text_pair", problem)
     if kind == EMBEDDING:
         queries = [encoder.prompts.get("query", "") + text for text in texts]
         documents = [encoder.prompts.get("document", "") + text for text in pairs]

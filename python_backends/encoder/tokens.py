@@ -10,6 +10,7 @@ import tokenizers
 
 from contract.encoder import Encoder
 from contract.errors import InvalidArgument, PromptTooLong
+from python_backends.limits import check_ids
 
 
 class Row(NamedTuple):
@@ -31,16 +32,15 @@ class Tokens:
         longest = max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
         # A text of more bytes cannot fit (tokenizer/encoding.py says why), so it is never tokenized whole.
         self._max_bytes = 4 * longest * max_seq_len
-        self._around = [self._plain(part) for part in (encoder.template[:1] + encoder.template[2:])]
+        around = encoder.template[:1] + encoder.template[2:]
+        self._around = [self._tokenizer.encode(part, add_special_tokens=False).ids for part in around]
 
     def texts(self, name: str, texts: Sequence[str], most: int | None) -> list[Row]:
         """Return the row of each text, special tokens included.
 
         name: of the field, for errors. most: tokens that are kept of a text, or None to refuse a longer one than
             ``max_seq_len``.
-
-        Raises:
-            InvalidArgument: a text is too long or has no token, or ``most`` has no room for the special tokens.
+        Raises InvalidArgument: a text is too long or has no token, or ``most`` has no room for the special tokens.
         """
         return self._rows(name, [(text,) for text in texts], most, special=True)
 
@@ -57,30 +57,22 @@ class Tokens:
         return [Row(ids, [0] * len(ids)) for ids in joined]
 
     def ids(self, name: str, rows: Sequence[Sequence[int]], most: int | None) -> list[Row]:
-        """Return rows of given token ids, each cut to ``most``.
-
-        Raises:
-            InvalidArgument: ids that the model does not have, none at all, or more than ``max_seq_len``.
-        """
+        """Return rows of given token ids, each cut to ``most``. Raises InvalidArgument: ids that the model does not
+        have, none at all, or more than ``max_seq_len``."""
         found = []
         for number, ids in enumerate(rows):
             field, kept = f"{name}[{number}]", ids if most is None else ids[:most]
             if not kept:
                 raise InvalidArgument(field, "must hold at least one token id, got none")
-            if not 0 <= min(kept) <= max(kept) < self._vocab_size:
-                wrong = next(token for token in kept if not 0 <= token < self._vocab_size)
-                raise InvalidArgument(field, f"must hold token ids from 0 to {self._vocab_size - 1}, got {wrong}")
+            check_ids(field, kept, self._vocab_size)
             if len(kept) > self.max_seq_len:
                 raise self._too_long(field, len(kept))
             found.append(Row(kept, [0] * len(kept)))
         return found
 
     def answers(self) -> tuple[int, int]:
-        """Return the ids of "no" and "yes", which a decoder that reranks answers with.
-
-        Raises:
-            InvalidArgument: the vocabulary lacks one.
-        """
+        """Return the ids of "no" and "yes", which a decoder that reranks answers with. Raises InvalidArgument: the
+        vocabulary lacks one."""
         no, yes = (self._tokenizer.token_to_id(word) for word in ("no", "yes"))
         if no is None or yes is None:
             raise InvalidArgument("model", "must have the tokens 'no' and 'yes' to rerank, got a vocabulary without")
@@ -115,6 +107,3 @@ class Tokens:
     def _too_long(self, field: str, got: int | str) -> PromptTooLong:
         problem = f"must have at most {self.max_seq_len} tokens, got {got}; truncate_prompt_tokens=-1 cuts it"
         return PromptTooLong(field, problem)
-
-    def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -31,11 +31,7 @@ class Verb(str, Enum):
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """One command.
-
-    epoch, key: the stream, see StreamState; not with ABORT.
-    reason: with ABORT only.
-    """
+    """One command. epoch, key: the stream, see StreamState; not with ABORT. reason: with ABORT only."""
 
     verb: Verb
     epoch: int = 0
@@ -43,17 +39,12 @@ class ControlMessage:
     reason: str = ""
 
     def encode(self) -> bytes:
-        if self.verb is Verb.ABORT:
-            cut = f"abort {self.reason}".encode()[:_MAX_BYTES]
-            return cut.decode(errors="ignore").encode()  # not in the middle of a character
+        """Return a command about a stream as a datagram; the supervisor writes its own (server/drain.py)."""
         return f"{self.verb.value} {self.epoch} {self.key}".encode()
 
     @classmethod
     def decode(cls, datagram: bytes) -> ControlMessage:
-        """
-        Raises:
-            ValueError: the datagram is not a command.
-        """
+        """Raises ValueError: the datagram is not a command."""
         verb_text, _, rest = datagram.decode().partition(" ")
         verb = Verb(verb_text)
         if verb is Verb.ABORT:

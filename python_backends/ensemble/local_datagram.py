@@ -6,6 +6,7 @@ sender's user id to every datagram, and only root can forge it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -19,11 +20,8 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
 def bind(name: str) -> socket.socket:
-    """Return a datagram socket bound to the abstract ``name``, to be read with :func:`receive`.
-
-    Raises:
-        OSError: the name is in use.
-    """
+    """Return a datagram socket bound to the abstract ``name``, to be read with :func:`receive`. Raises OSError: the
+    name is in use."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before it can receive anything
@@ -38,9 +36,7 @@ def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, Any] | None:
     """Wait for one datagram; return it with its sender's address, or None if another user sent it.
 
     max_bytes: the longest datagram; a longer one is cut.
-
-    Raises:
-        TimeoutError: the socket has a timeout and nothing came within it.
+    Raises TimeoutError: the socket has a timeout and nothing came within it.
     """
     datagram, ancillary, _, sender = bound.recvmsg(max_bytes, _ANCILLARY_BYTES)
     for level, kind, data in ancillary:
@@ -70,10 +66,8 @@ class Listener:
                 continue  # another user of this machine
             datagram, sender = received
             if (reply := self._handle(datagram)) is not None:
-                try:
+                with contextlib.suppress(OSError):  # the sender is gone
                     self._socket.sendto(reply, sender)
-                except OSError:
-                    pass  # the sender is gone
 
     def close(self) -> None:
         self._closing = True

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field, replace
 from contract.errors import InvalidArgument, Unavailable
 from python_backends.ensemble import local_datagram
 
-MAX_REQUEST_ID_BYTES = 256
+_MAX_REQUEST_ID_BYTES = 256
+_UNIQUE = "must be unique among the live requests of this engine"
 _MAX_BYTES = 180_000  # a unix datagram must fit the default socket buffer
 _REPLY_TIMEOUT_S = 2.0
 SEND_ADAPTER = 2  # in place of True: accepted, and the request must carry the weights of its adapter
@@ -33,7 +34,6 @@ class StreamMetadata:
     """What the detokenizer must know of one request.
 
     options: StreamOptions as JSON.
-    max_tokens, num_input_tokens: tokens.
     end_ids: every id that ends the output.
     adapter: number of the LoRA adapter, 0 for none.
     until_s: on the monotonic clock; later the tokenizer waits no more, and its client may have sent the id again.
@@ -52,28 +52,12 @@ class StreamMetadata:
 
     @classmethod
     def decode(cls, datagram: bytes) -> StreamMetadata:
-        """
-        Raises:
-            ValueError, TypeError, KeyError: the datagram is not a request's metadata.
-        """
+        """Raises ValueError, TypeError, KeyError: the datagram is not a request's metadata."""
         fields = json.loads(datagram)
         metadata = cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
         if not isinstance(metadata.request_id, str) or not isinstance(metadata.options, str):
             raise TypeError("request_id, options: must be text")
         return metadata
-
-
-def check_request_id(request_id: str) -> None:
-    """Check that the id can identify a stream.
-
-    Raises:
-        InvalidArgument: it is empty or too long.
-    """
-    size = len(request_id.encode())
-    if size == 0:
-        raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got an empty one")
-    if size > MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument("request_id", f"must have 1 to {MAX_REQUEST_ID_BYTES} bytes, got {size}")
 
 
 class MetadataSender:
@@ -85,18 +69,20 @@ class MetadataSender:
 
     def post(self, metadata: StreamMetadata) -> bool:
         """Send the metadata; return whether the request must carry its adapter's weights.
-
-        Raises:
-            InvalidArgument: the request id is in use, or the stop words are too large for a datagram.
-            Unavailable: the detokenizer does not answer.
+        Raises InvalidArgument: the request id is in use, or the stop words are too large for a datagram.
+        Raises Unavailable: the detokenizer does not answer.
         """
-        check_request_id(metadata.request_id)
+        size = len(metadata.request_id.encode())
+        if size == 0:
+            raise InvalidArgument("request_id", f"{_UNIQUE}, got an empty one")
+        if size > _MAX_REQUEST_ID_BYTES:
+            raise InvalidArgument("request_id", f"must have 1 to {_MAX_REQUEST_ID_BYTES} bytes, got {size}")
         datagram = replace(metadata, until_s=time.monotonic() + _REPLY_TIMEOUT_S).encode()
         if len(datagram) > _MAX_BYTES:
             raise InvalidArgument("stop_words", f"must take at most {_MAX_BYTES} bytes in all, got {len(datagram)}")
         accepted = self._reply_to(datagram, metadata.request_id)["accepted"]
         if not accepted:
-            raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got one in use")
+            raise InvalidArgument("request_id", f"{_UNIQUE}, got one in use")
         return accepted == SEND_ADAPTER
 
     def take(self, request_id: str) -> StreamMetadata | None:

@@ -8,8 +8,12 @@ import numpy as np
 
 from contract.generation import Guide, SamplingParams
 from contract.priority import NORMAL
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TopLogProbs
+from python_backends.ensemble.token_increment import StreamEvent, TopLogProbs
+
+
+def last_line(exc: Exception) -> str:
+    """Return a library's error without what it writes before its message, such as source paths of its build."""
+    return (str(exc).strip().splitlines() or [repr(exc)])[-1]
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,6 @@ class AddSequence:
     id: unique for the lifetime of the worker.
     input_ids: int64[n], the prompt.
     max_tokens: 0 ends the sequence at its prompt.
-    stop_ids: ids that end the sequence.
     priority: 0 (last) to 1 (first).
     guide: what the output must match, in a form that the worker can compile; None for free text.
     cached_tokens: of the prompt, that the worker's prefix cache is estimated to hold.
@@ -58,10 +61,8 @@ class Failed:
 class StepOutput:
     """What one step added to one sequence.
 
-    token_ids: new ids.
-    log_probs: one per new id, or empty if not requested.
+    log_probs, top_log_probs: one per new id, or empty if not requested.
     event: RUNNING, or how the sequence ended.
-    top_log_probs: one entry per new id, or empty if not requested.
     error: why it failed, with the event ERROR only.
     prompt_log_probs: one per prompt id, before the first new id and only if requested; the first id's is 0.
     prompt_top_log_probs: one entry per prompt id, or empty if not requested; the first id's has ids of -1.
@@ -83,8 +84,7 @@ class StepReport:
 
     start_ns, end_ns: CLOCK_MONOTONIC; both 0 in a report that no step made.
     scheduled: sequences in this step's batch.
-    context: live sequences without a generated token.
-    context_tokens: prompt tokens of those.
+    context, context_tokens: live sequences without a generated token, and the tokens of their prompts.
     cache_usage: fraction of KV blocks held, 0 to 1.
     drafting: sequences of the pipeline that drafts which got tokens after their first ones.
     accepted: draft tokens among those.

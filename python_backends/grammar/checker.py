@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
@@ -26,8 +27,12 @@ from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailab
 from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
-from python_backends.grammar.messages import GRAMMAR_CHECKER, TOKENIZER_INFO, Check, costly
 
+# What grammars are compiled with, in an engine's folder: a model without weights of a CPU engine
+# (build/model/detokenizer.py), or the file that TensorRT-LLM loads (vocabulary.py).
+GRAMMAR_CHECKER = "grammar_checker"
+TOKENIZER_INFO = "xgrammar_tokenizer_info.json"
+_COST_KEPT_S = 60.0
 NO_VOCABULARY = "must be left out: this engine was built without the vocabulary that a grammar needs; build it again"
 _START_S = 60.0
 _POLL_S = 0.05
@@ -43,14 +48,33 @@ OnResult = Callable[[Result], None]
 Needed = Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class Check:
+    """One guide to check. The compiler's process answers with the Guide as the engine compiles it, or InvalidArgument.
+
+    end_id: an id that ends the model's texts.
+    stall_s: the longest time that compiling it, or one of its tokens, may hold up an engine.
+    """
+
+    guide: Guide
+    end_id: int
+    stall_s: float
+
+
+def costly(problem: str) -> InvalidArgument:
+    """Return the refusal of a guide for what it takes; checked again later, when this machine may be less busy."""
+    error = InvalidArgument("guided_decoding_guide", problem)
+    error.retry_after_s = _COST_KEPT_S
+    return error
+
+
 class GrammarChecker:
     """Results by guide, kept until they fill 32 MB. The process is started with the first guide."""
 
     def __init__(self, folder: Path, end_id: int, timeout_s: float, stall_s: float, max_waiting: int) -> None:
         """
         folder: the engine's GRAMMAR_CHECKER, or its file TOKENIZER_INFO.
-        timeout_s: seconds of the CPU for one check.
-        end_id, stall_s: see compiler.Check.
+        timeout_s: seconds of the CPU for one check. end_id, stall_s: see Check.
         max_waiting: requests that may wait for their guides.
         """
         self._folder, self._end_id, self._timeout_s, self._stall_s = folder, end_id, timeout_s, stall_s
@@ -81,10 +105,8 @@ class GrammarChecker:
         the checker's thread, which it must not end with an exception.
 
         needed: whether the request still waits; a guide for which none does may be left out, without a call.
-
-        Raises:
-            Overloaded: too many guides wait to be checked, or too many requests for them.
-            Unavailable: the checker is closed.
+        Raises Overloaded: too many guides wait to be checked, or too many requests for them.
+        Raises Unavailable: the checker is closed.
         """
         with self._lock:
             if self._closed:
@@ -179,10 +201,7 @@ class GrammarChecker:
         return None
 
     def _start(self) -> Connection:
-        """
-        Raises:
-            OSError, EOFError: it does not start.
-        """
+        """Raises OSError, EOFError: it does not start."""
         if self._connection is not None:
             return self._connection
         ours, theirs = socketpair()

@@ -37,47 +37,36 @@ class TooManyRules(Exception):
     """The grammar is larger than any that would compile in time."""
 
 
-class Node:
-    """A part of a rule's right side."""
-
-
 @dataclass(frozen=True)
-class Text(Node):
-    """Exactly this text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Class(Node):
+class Class:
     """One character of these ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
-class Rule(Node):
+class Rule:
     """What another rule matches."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Row(Node):
+class Row:
     """Its parts, one after the other."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Choice(Node):
+class Choice:
     """One of its parts; without parts it matches nothing."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Repetition(Node):
+class Repetition:
     """``least`` to ``most`` times ``item``."""
 
     item: Node
@@ -85,14 +74,14 @@ class Repetition(Node):
     most: int | None
 
 
-END = Text("")
+Node = str | Class | Rule | Row | Choice | Repetition  # a part of a rule's right side; a string is exactly this text
+END = ""
 NEVER = Choice(())
 
 
-def row(*parts: Node | str) -> Node:
-    """Return the parts in a row; a string is a Text."""
-    given = (Text(part) if isinstance(part, str) else part for part in parts)
-    flat = (node for part in given for node in (part.parts if isinstance(part, Row) else (part,)))
+def row(*parts: Node) -> Node:
+    """Return the parts in a row."""
+    flat = (node for part in parts for node in (part.parts if isinstance(part, Row) else (part,)))
     nodes = [node for node in flat if node != END]
     return nodes[0] if len(nodes) == 1 else Row(tuple(nodes)) if nodes else END
 
@@ -125,14 +114,11 @@ class Grammar:
 
     def named(self, kind: str, node: Node) -> Node:
         """Return a new rule for a node; one that is short stays as it is."""
-        return node if isinstance(node, Rule | Text) or node == NEVER else self.define(self.reserve(kind), node)
+        return node if isinstance(node, Rule | str) or node == NEVER else self.define(self.reserve(kind), node)
 
     def language(self, language: Language, *, json: bool) -> Node:
-        """Return what matches the texts of a set; json: as they are written inside the quotes of a JSON string.
-
-        Raises:
-            TooLarge: see automaton.
-        """
+        """Return what matches the texts of a set; json: as they are written inside the quotes of a JSON string. Raises
+        TooLarge: see automaton."""
         node = self._plain(language, json)
         return self._automaton(language, json) if node is None else node
 
@@ -207,7 +193,7 @@ class Grammar:
         if letters := "".join(_ESCAPES[point] for point in escaped if point in _ESCAPES):
             parts.append(row("\\", Class(union((ord(letter), ord(letter)) for letter in letters))))
         if ranges != ANY_CHARACTER.ranges:
-            parts += [Text(f"\\u{point:04x}") for point in escaped if point not in _ESCAPES]
+            parts += [f"\\u{point:04x}" for point in escaped if point not in _ESCAPES]
         return choice(*parts)
 
     def _automaton(self, language: Language, json: bool) -> Node:
@@ -235,10 +221,8 @@ class Grammar:
         return rules[0]
 
     def write(self, root: Node) -> str:
-        """Return the EBNF; empty if no finite text matches ``root``.
-
-        Parts that match no finite text are left out, and rules that nothing needs.
-        """
+        """Return the EBNF; empty if no finite text matches ``root``. Parts that match no finite text are left out, and
+        rules that nothing needs."""
         finite: set[str] = set()
         size = -1
         while size != len(finite):
@@ -284,13 +268,14 @@ def _pruned(node: Node, finite: set[str], needed: list[tuple[str, Node]], rules:
 
 def _written(node: Node, inside: bool = False) -> str:
     match node:
-        case Text(text):
+        case str(text):
             if bad := next((c for c in text if not any(low <= ord(c) <= high for low, high in ANY_RANGES)), ""):
                 problem = f"must hold no surrogates and no characters from U+100000, got U+{ord(bad):04X}"
                 raise InvalidArgument("guided_decoding_guide", problem)
             return '"' + "".join(_point(ord(c), " !#$%&()*+,-./:;<=>?@[]^_`{|}~'") for c in text) + '"'
         case Class(ranges):
-            return "[" + "".join(_span(low, high) for low, high in ranges) + "]"
+            spans = (_point(low) if low == high else f"{_point(low)}-{_point(high)}" for low, high in ranges)
+            return f"[{''.join(spans)}]"
         case Rule(name):
             return name
         case Repetition(item, least, most):
@@ -312,10 +297,6 @@ def _in_a_row(language: Language) -> list[Language]:
         parts.append(language.first)
         language = language.rest
     return [*parts, language]
-
-
-def _span(low: int, high: int) -> str:
-    return _point(low) if low == high else f"{_point(low)}-{_point(high)}"
 
 
 def _point(point: int, plain: Sequence[str] = "") -> str:

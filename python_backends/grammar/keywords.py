@@ -92,11 +92,8 @@ class Keywords:
         self._impossible: dict[Formula, bool] = {}
 
     def shapes(self, formula: Formula) -> list[Shape]:
-        """Return the ways to satisfy a formula; none if there are none.
-
-        Raises:
-            InvalidArgument: a part cannot be expressed exactly.
-        """
+        """Return the ways to satisfy a formula; none if there are none. Raises InvalidArgument: a part cannot be
+        expressed exactly."""
         result = [ALL]
         for literal in sorted(formula):
             result = self._together(result, self._literal(literal), literal[0])
@@ -130,8 +127,6 @@ class Keywords:
         objects, members = shape.objects, dict(shape.objects.members)
         formulas = (members.get(name, ANY) | of_name(objects, name) for name in objects.required)
         return any(map(self._impossible_together, formulas))
-
-    # --- formulas -------------------------------------------------------------------------------------------------
 
     def _at(self, at: str, *steps: object) -> str:
         """Return the place of a subschema, known from now on."""
@@ -181,8 +176,6 @@ class Keywords:
             if keyword == "$id" and at != "#":
                 raise refuse(at, keyword, "is not supported below the root")
         return result
-
-    # --- what violates a schema -----------------------------------------------------------------------------------
 
     def _negated(self, at: str) -> list[Shape]:
         """Return the shapes of all values that do not satisfy a subschema."""
@@ -239,8 +232,6 @@ class Keywords:
             others += [Objects(((name, other),), (name,), least=1) for other in negations(formula)]
         return others
 
-    # --- any type -------------------------------------------------------------------------------------------------
-
     def _type(self, schema: dict[str, Any], at: str) -> list[Shape]:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         for name in names:
@@ -253,15 +244,14 @@ class Keywords:
             raise refuse(at, "enum", "must be a list")
         return self._one_of_values(schema["enum"], at, "enum")
 
-    def _const(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return self._one_of_values([schema["const"]], at, "const")
-
     def _one_of_values(self, values: list[Any], at: str, keyword: str) -> list[Shape]:
         words = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
+        given = (value for value in values if isinstance(value, int | Decimal) and not isinstance(value, bool))
+        found = tuple(dict.fromkeys(_decimal(value, at, keyword) for value in given))
         plain = Shape(
             null=any(value is None for value in values),
             booleans=frozenset(value for value in values if isinstance(value, bool)),
-            numbers=Numbers(values=found) if (found := _decimals(values, at, keyword)) else None,
+            numbers=Numbers(values=found) if found else None,
             strings=Strings(words=words) if words else None,
         )
         shapes = [plain]
@@ -297,9 +287,6 @@ class Keywords:
             raise refuse(at, keyword, "must be a list of at least one schema")
         return [(self._at(at, keyword, place), True) for place in range(len(parts))]
 
-    def _all_of(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return self.shapes(frozenset(self._parts(schema, at, "allOf")))
-
     def _any_of(self, schema: dict[str, Any], at: str) -> list[Shape]:
         return self._bounded([s for part in self._parts(schema, at, "anyOf") for s in self._literal(part)], at)
 
@@ -311,9 +298,6 @@ class Keywords:
             shapes += self.shapes(frozenset([part, *((place, False) for place, _ in overlapping)]))
         return self._bounded(shapes, at)
 
-    def _not(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return self._literal((self._at(at, "not"), False))
-
     def _if(self, schema: dict[str, Any], at: str) -> list[Shape]:
         if "then" not in schema and "else" not in schema:
             return [ALL]
@@ -322,8 +306,6 @@ class Keywords:
             consequence = self._must(at, keyword) if keyword in schema else ANY
             shapes += self.shapes(consequence | {(condition, met)})
         return self._bounded(shapes, at)
-
-    # --- numbers and strings --------------------------------------------------------------------------------------
 
     def _number(self, schema: dict[str, Any], at: str) -> list[Shape]:
         found: list[Language] = []
@@ -336,13 +318,7 @@ class Keywords:
             if keyword == "multipleOf" and not 0 < bound:
                 raise refuse(at, keyword, f"must be above 0, got {bound}")
             found.append(language_of(_decimal(bound, at, keyword)))
-        return [replace(ALL, numbers=Numbers(tuple(found)))]
-
-    def _length(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, strings=_limited(Strings, schema, at, "Length"))]
-
-    def _pattern(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, strings=Strings((self._search(schema["pattern"], at, "pattern"),)))]
+        return _where(numbers=Numbers(tuple(found)))
 
     def _search(self, pattern: object, at: str, keyword: str) -> Language:
         if not isinstance(pattern, str):
@@ -357,32 +333,22 @@ class Keywords:
         if not isinstance(name, str) or name not in FORMATS:
             raise refuse(at, "format", f"must be one of {', '.join(FORMATS)}, got {name!r:.50}")
         self._leaves_out({"strings"})
-        return [replace(ALL, strings=Strings((patterns.whole(FORMATS[name]),)))]
-
-    # --- arrays ---------------------------------------------------------------------------------------------------
+        return _where(strings=Strings((patterns.whole(FORMATS[name]),)))
 
     def _items(self, schema: dict[str, Any], at: str) -> list[Shape]:
         if isinstance(schema.get("items"), list):
             raise refuse(at, "items", "must be a schema; the first items' own are prefixItems")
         prefix = self._parts(schema, at, "prefixItems") if "prefixItems" in schema else []
         rest = ANY if schema.get("items", True) is True else self._must(at, "items")
-        return [replace(ALL, arrays=Arrays(tuple(frozenset([part]) for part in prefix), rest))]
-
-    def _array_length(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, arrays=_limited(Arrays, schema, at, "Items"))]
+        return _where(arrays=Arrays(tuple(frozenset([part]) for part in prefix), rest))
 
     def _contains(self, schema: dict[str, Any], at: str) -> list[Shape]:
         least = _count(schema, at, "minContains") if "minContains" in schema else 1
         most = _count(schema, at, "maxContains") if "maxContains" in schema else None
         if most is not None and most < least:
-            return [replace(ALL, arrays=None)]
+            return _where(arrays=None)
         counted = ((self._must(at, "contains"), least, most),) if least or most is not None else ()
-        return [replace(ALL, arrays=Arrays(contains=counted))]
-
-    def _unique(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, arrays=Arrays(unique=schema["uniqueItems"] is True))]
-
-    # --- objects --------------------------------------------------------------------------------------------------
+        return _where(arrays=Arrays(contains=counted))
 
     def _properties(self, schema: dict[str, Any], at: str) -> list[Shape]:
         for keyword in ("properties", "patternProperties"):
@@ -399,13 +365,7 @@ class Keywords:
             names = frozenset(name for name, _ in members)
             others = (Others(names, tuple(found for found, _ in matching), self._must(at, "additionalProperties")),)
         extra = ("additionalProperties" in schema and rest is not False) or bool(matching)
-        return [replace(ALL, objects=Objects(members, patterns=matching, others=others, extra=extra))]
-
-    def _required(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, objects=_requiring(_names(schema["required"], at, "required")))]
-
-    def _object_size(self, schema: dict[str, Any], at: str) -> list[Shape]:
-        return [replace(ALL, objects=_limited(Objects, schema, at, "Properties"))]
+        return _where(objects=Objects(members, patterns=matching, others=others, extra=extra))
 
     def _property_names(self, schema: dict[str, Any], at: str) -> list[Shape]:
         formula = self._must(at, "propertyNames")
@@ -462,6 +422,11 @@ def _other_numbers(given: Numbers | None) -> Numbers | None:
     return Numbers((complement(both(*given.languages)),)) if given.languages else None
 
 
+def _where(**kinds: Any) -> list[Shape]:
+    """Return all values, of the given kinds only these."""
+    return [replace(ALL, **kinds)]
+
+
 def _requiring(names: tuple[str, ...]) -> Objects:
     names = tuple(dict.fromkeys(names))
     return Objects(required=names, least=len(names))
@@ -488,11 +453,6 @@ def _names(names: object, at: str, keyword: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise refuse(at, keyword, "must be a list of names")
     return tuple(names)
-
-
-def _decimals(values: list[Any], at: str, keyword: str) -> tuple[Decimal, ...]:
-    given = (value for value in values if isinstance(value, int | Decimal) and not isinstance(value, bool))
-    return tuple(dict.fromkeys(_decimal(value, at, keyword) for value in given))
 
 
 def _decimal(value: int | Decimal, at: str, keyword: str) -> Decimal:
@@ -525,24 +485,27 @@ _Handler = Callable[[Keywords, dict[str, Any], str], list[Shape]]
 _KEYWORDS: tuple[tuple[tuple[str, ...], _Handler], ...] = (
     (("type",), Keywords._type),
     (("enum",), Keywords._enum),
-    (("const",), Keywords._const),
+    (("const",), lambda self, schema, at: self._one_of_values([schema["const"]], at, "const")),
     (("$ref",), Keywords._ref),
     (("properties", "patternProperties", "additionalProperties"), Keywords._properties),
-    (("required",), Keywords._required),
-    (("minProperties", "maxProperties"), Keywords._object_size),
+    (("required",), lambda self, schema, at: _where(objects=_requiring(_names(schema["required"], at, "required")))),
+    (
+        ("minProperties", "maxProperties"),
+        lambda self, schema, at: _where(objects=_limited(Objects, schema, at, "Properties")),
+    ),
     (("propertyNames",), Keywords._property_names),
     (("prefixItems", "items"), Keywords._items),
-    (("minItems", "maxItems"), Keywords._array_length),
+    (("minItems", "maxItems"), lambda self, schema, at: _where(arrays=_limited(Arrays, schema, at, "Items"))),
     (("contains",), Keywords._contains),
-    (("uniqueItems",), Keywords._unique),
+    (("uniqueItems",), lambda self, schema, at: _where(arrays=Arrays(unique=schema["uniqueItems"] is True))),
     (tuple(_BOUNDS), Keywords._number),
-    (("minLength", "maxLength"), Keywords._length),
-    (("pattern",), Keywords._pattern),
+    (("minLength", "maxLength"), lambda self, schema, at: _where(strings=_limited(Strings, schema, at, "Length"))),
+    (("pattern",), lambda self, schema, at: _where(strings=Strings((self._search(schema["pattern"], at, "pattern"),)))),
     (("format",), Keywords._format),
-    (("allOf",), Keywords._all_of),
+    (("allOf",), lambda self, schema, at: self.shapes(frozenset(self._parts(schema, at, "allOf")))),
     (("anyOf",), Keywords._any_of),
     (("oneOf",), Keywords._one_of),
-    (("not",), Keywords._not),
+    (("not",), lambda self, schema, at: self._literal((self._at(at, "not"), False))),
     (("if",), Keywords._if),
     (("dependentRequired", "dependentSchemas"), Keywords._dependent),
 )

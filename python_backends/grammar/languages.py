@@ -235,11 +235,8 @@ def complement(part: Language) -> Language:
 
 @dataclass(frozen=True)
 class Automaton:
-    """A deterministic automaton; state 0 is its start.
-
-    edges: of each state (ranges, next state), without states that lead nowhere; ends: of each state whether a text may
-    end there.
-    """
+    """A deterministic automaton; state 0 is its start. edges: of each state (ranges, next state), without states that
+    lead nowhere; ends: of each state whether a text may end there."""
 
     edges: Sequence[Sequence[tuple[Ranges, int]]]
     ends: Sequence[bool]
@@ -247,11 +244,8 @@ class Automaton:
 
 @lru_cache(maxsize=256)
 def automaton(language: Language, most_states: int) -> Automaton | None:
-    """Return the automaton of a set, None for a set without texts.
-
-    Raises:
-        TooLarge: it has more than ``most_states``.
-    """
+    """Return the automaton of a set, None for a set without texts. Raises TooLarge: it has more than
+    ``most_states``."""
     places = {language: 0}
     states = [language]
     steps: list[dict[int, list[tuple[int, int]]]] = []

@@ -37,7 +37,8 @@ def at_least(bound: Decimal, *, above: bool = False) -> Language:
         return NOTHING
     if bound <= -_BEYOND:
         return complement(NOTHING)
-    whole_part, fraction = _digits(abs(bound))
+    whole_part, _, fraction = f"{abs(bound):f}".partition(".")
+    whole_part, fraction = whole_part.lstrip("0") or "0", fraction.rstrip("0")
     if bound > 0 or (bound == 0 and above):
         return _from(whole_part, fraction, above)
     up_to = both(_UNSIGNED, complement(_from(whole_part, fraction, not above)))
@@ -56,10 +57,8 @@ def equal(value: Decimal) -> Language:
 
 @dataclass(frozen=True)
 class Multiples(Language):
-    """Multiples of ``step`` / 10 ** ``places``.
-
-    rest: of the digits so far, modulo ``step``; point: digits after the point so far, -1 before it.
-    """
+    """Multiples of ``step`` / 10 ** ``places``. rest: of the digits so far, modulo ``step``; point: digits after the
+    point so far, -1 before it."""
 
     step: int
     places: int
@@ -79,9 +78,8 @@ class Multiples(Language):
             return NOTHING
         if self.point == self.places:
             return self
-        return Multiples(
-            self.step, self.places, (self.rest * 10 + digit) % self.step, self.point + 1 if self.point >= 0 else -1
-        )
+        following = self.point + 1 if self.point >= 0 else -1
+        return Multiples(self.step, self.places, (self.rest * 10 + digit) % self.step, following)
 
     def cuts(self) -> frozenset[int]:
         return frozenset([45, 46, 47, *range(48, 59)])
@@ -93,11 +91,6 @@ def multiples(divisor: Decimal) -> Multiples:
     assert isinstance(exponent, int)
     step = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
     return Multiples(step, max(-exponent, 0))
-
-
-def _digits(value: Decimal) -> tuple[str, str]:
-    whole_part, _, fraction = f"{value:f}".partition(".")
-    return whole_part.lstrip("0") or "0", fraction.rstrip("0")
 
 
 def _from(whole_part: str, fraction: str, above: bool) -> Language:

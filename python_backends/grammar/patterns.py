@@ -34,20 +34,14 @@ class BadPattern(Exception):
 
 
 def search(pattern: str) -> Language:
-    """Return the texts in which the pattern is found anywhere, as JSON schema's ``pattern`` means it.
-
-    Raises:
-        BadPattern: it is none, or not a regular one (look-around, back-references, word borders).
-    """
+    """Return the texts in which the pattern is found anywhere, as JSON schema's ``pattern`` means it. Raises
+    BadPattern: it is none, or not a regular one (look-around, back-references, word borders)."""
     return _Parser(pattern).parse(ANYTHING)
 
 
 def whole(pattern: str) -> Language:
-    """Return the texts that the pattern matches from their first to their last character.
-
-    Raises:
-        BadPattern: see ``search``.
-    """
+    """Return the texts that the pattern matches from their first to their last character. Raises BadPattern: see
+    ``search``."""
     return _Parser(pattern).parse(EMPTY_TEXT)
 
 
@@ -147,7 +141,8 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         while not self._take("]"):
             low = self._member()
-            if len(low) == 1 and low[0][0] == low[0][1] and self._next == "-" and self._after_next != "]":
+            ranged = self._next == "-" and self._pattern[self._at + 1 : self._at + 2] != "]"
+            if ranged and len(low) == 1 and low[0][0] == low[0][1]:
                 self._at += 1
                 high = self._member()
                 if len(high) != 1 or high[0][0] != high[0][1] or high[0][0] < low[0][0]:
@@ -199,10 +194,6 @@ class _Parser:
     @property
     def _next(self) -> str:
         return self._pattern[self._at : self._at + 1]
-
-    @property
-    def _after_next(self) -> str:
-        return self._pattern[self._at + 1 : self._at + 2]
 
     def _pop(self) -> str:
         self._at += 1

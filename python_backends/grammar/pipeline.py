@@ -13,15 +13,8 @@ import openvino as ov
 import openvino_genai as genai
 
 from contract.generation import Guide
-from python_backends.grammar.measured_compiler import (
-    COMPILING_CORES,
-    LONG_WALK_S,
-    LONG_WALK_TOKENS,
-    WALK_S,
-    WALK_TOKENS,
-    MeasuredCompiler,
-)
-from python_backends.grammar.messages import Check
+from python_backends.grammar.checker import Check
+from python_backends.grammar.measured_compiler import COMPILING_CORES, MeasuredCompiler, Walk
 from python_backends.grammar.structured_output import structured_output
 from python_backends.grammar.vocabulary import special_tokens
 
@@ -45,27 +38,17 @@ class GrammarPipeline(MeasuredCompiler):
             )
         return self._pipeline
 
-    def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
+    def walk(self, guide: Guide, requested: Check, tokens: int, most_s: float, again: bool) -> Walk:
         try:
-            return self._walk(guide, requested)
+            return self._walk(guide, requested, tokens, most_s, again)
         except (RuntimeError, UnicodeDecodeError):
             self._pipeline = None
             raise
 
-    def _walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
-        compiling_s, steps = self._generate(guide, requested, WALK_TOKENS, WALK_S)
-        if compiling_s > requested.stall_s:
-            return compiling_s, [], []
-        prefer = {"frequency_penalty": -2.0, "temperature": 0.1}
-        _, longer = self._generate(guide, requested, LONG_WALK_TOKENS, LONG_WALK_S, **prefer)
-        return compiling_s, steps, longer
-
-    def _generate(
-        self, guide: Guide, requested: Check, tokens: int, most_s: float, **sampling: float
-    ) -> tuple[float, list[float]]:
-        """Return the seconds of the CPU of the first step, which compiles, and of each further one."""
+    def _walk(self, guide: Guide, requested: Check, tokens: int, most_s: float, again: bool) -> Walk:
         pipeline = self._open()
-        config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=True, **sampling)
+        prefer = {"frequency_penalty": -2.0, "temperature": 0.1} if again else {}
+        config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=True, **prefer)
         config.set_eos_token_id(requested.end_id)
         config.stop_token_ids = {requested.end_id}
         config.structured_output_config = structured_output(guide)

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 
 from contract.errors import InvalidArgument
 from python_backends.grammar import numbers
-from python_backends.grammar.ebnf import END, NEVER, Grammar, Node, Rule, Text, TooManyRules, choice, row
+from python_backends.grammar.ebnf import END, NEVER, Grammar, Node, Rule, TooManyRules, choice, row
 from python_backends.grammar.keywords import Keywords, negations, refuse, text_language
 from python_backends.grammar.languages import (
     ANYTHING,
@@ -36,11 +36,8 @@ _EXACT_NAMES = 24  # characters of declared names that other names are told from
 
 
 def grammar_of(text: str) -> str:
-    """Return the EBNF of a JSON schema.
-
-    Raises:
-        InvalidArgument: it is no schema, cannot be followed exactly, or allows no value; names the place.
-    """
+    """Return the EBNF of a JSON schema. Raises InvalidArgument: it is no schema, cannot be followed exactly, or allows
+    no value; names the place."""
     try:
         schema = json.loads(text, parse_float=_decimal, parse_constant=_no_number)
         return _SchemaGrammar(Keywords(schema)).write()
@@ -50,11 +47,6 @@ def grammar_of(text: str) -> str:
     except (TooManyRules, TooLarge) as exc:
         problem = "must be a smaller schema: it needs more rules or states than compile in time"
         raise InvalidArgument("guided_decoding_guide", problem) from exc
-
-
-def any_object() -> str:
-    """Return the EBNF of all JSON objects, four levels deep at most."""
-    return grammar_of('{"type": "object"}')
 
 
 def _decimal(text: str) -> Decimal:
@@ -82,9 +74,8 @@ class _SchemaGrammar:
         """Return the EBNF of the whole schema."""
         text = self._grammar.write(self._value(frozenset([("#", True)])))
         if not text:
-            raise refuse(
-                "#", "", "allows no value that ends, or only some that are never generated (docs/structured-output.md)"
-            )
+            problem = "allows no value that ends, or only some that are never generated (docs/structured-output.md)"
+            raise refuse("#", "", problem)
         return text
 
     def _value(self, formula: Formula) -> Node:
@@ -104,8 +95,8 @@ class _SchemaGrammar:
             NEVER if shape.arrays is None else self._arrays(shape.arrays, at),
             NEVER if shape.strings is None else self._scalar(shape.strings),
             NEVER if shape.numbers is None else self._scalar(shape.numbers),
-            *(Text(json.dumps(value)) for value in sorted(shape.booleans, reverse=True)),
-            Text("null") if shape.null else NEVER,
+            *(json.dumps(value) for value in sorted(shape.booleans, reverse=True)),
+            "null" if shape.null else NEVER,
         )
 
     def _anything(self, depth: int) -> Node:
@@ -115,15 +106,11 @@ class _SchemaGrammar:
             nested: list[Node] = []
             if depth < _ANY_DEPTH:
                 inner = self._anything(depth + 1)
-                nested = [self._free_object(inner), row("[", self._listed(inner, 0, None), "]")]
-            words = [Text(name) for name in ("true", "false", "null")]
-            scalars = [self._scalar(Strings()), self._scalar(Numbers()), *words]
+                member = self._grammar.named("m", row(self._scalar(Strings()), ":", inner))
+                nested = [row("{", self._listed(member, 0, None), "}"), row("[", self._listed(inner, 0, None), "]")]
+            scalars = self._scalar(Strings()), self._scalar(Numbers()), "true", "false", "null"
             self._grammar.define(rule, choice(*nested, *scalars))
         return self._any[depth]
-
-    def _free_object(self, value: Node) -> Node:
-        member = row(self._scalar(Strings()), ":", value)
-        return row("{", self._listed(self._grammar.named("m", member), 0, None), "}")
 
     def _listed(self, item: Node, least: int, most: int | None) -> Node:
         """Return ``least`` to ``most`` items with commas between them."""
@@ -131,8 +118,6 @@ class _SchemaGrammar:
             return END if least == 0 else NEVER
         more = self._grammar.repeated(row(",", item), max(0, least - 1), None if most is None else most - 1)
         return choice(row(item, more), END) if least == 0 else row(item, more)
-
-    # --- scalars --------------------------------------------------------------------------------------------------
 
     def _scalar(self, shape: Numbers | Strings) -> Node:
         """Return the rule of a shape, the same wherever it occurs."""
@@ -143,15 +128,14 @@ class _SchemaGrammar:
 
     def _numbers(self, shape: Numbers) -> Node:
         if shape.values is not None:
-            return choice(*(Text(f"{value:f}") for value in shape.values))
+            return choice(*(f"{value:f}" for value in shape.values))
         whole = numbers.WHOLE_VALUE in shape.languages
         written = numbers.INTEGER if whole else numbers.NUMBER
         limits = [language for language in shape.languages if language != numbers.WHOLE_VALUE]
         if not limits:
             return self._grammar.language(written, json=False)
-        steps = [
-            language.step * (language.places + 1) for language in limits if isinstance(language, numbers.Multiples)
-        ]
+        multiples = [language for language in limits if isinstance(language, numbers.Multiples)]
+        steps = [language.step * (language.places + 1) for language in multiples]
         if steps and not whole:
             written = both(written, numbers.short(max(steps)))
         elif steps:
@@ -160,10 +144,8 @@ class _SchemaGrammar:
 
     def _strings(self, shape: Strings) -> Node:
         if shape.words is not None:
-            return choice(*(Text(json.dumps(text, ensure_ascii=False)) for text in shape.words))
+            return choice(*(json.dumps(text, ensure_ascii=False) for text in shape.words))
         return row('"', self._grammar.language(text_language(shape), json=True), '"')
-
-    # --- arrays ---------------------------------------------------------------------------------------------------
 
     def _arrays(self, shape: Arrays, at: str) -> Node:
         if shape.unique and (shape.most is None or shape.most > 1):
@@ -263,8 +245,6 @@ class _SchemaGrammar:
             values += [json.dumps(value) for value in shape.booleans] + (["null"] if shape.null else [])
         return list(dict.fromkeys(values))
 
-    # --- objects --------------------------------------------------------------------------------------------------
-
     def _objects(self, shape: Objects, at: str) -> Node:
         members = dict(shape.members) | {name: ANY for name in shape.required if name not in dict(shape.members)}
         pairs: list[tuple[Node, bool]] = []
@@ -297,10 +277,8 @@ class _SchemaGrammar:
         return first
 
     def _counted(self, pairs: list[tuple[Node, bool]], extra: Node, shape: Objects, at: str) -> Node:
-        """Return members in order whose number is within the limits.
-
-        Names that are not declared may repeat, and a reader keeps one of them: towards the least they count once.
-        """
+        """Return members in order whose number is within the limits. Names that are not declared may repeat, and a
+        reader keeps one of them: towards the least they count once."""
         highest = shape.most if shape.most is not None else shape.least
         if (len(pairs) + 2) * (highest + 1) > _MOST_COUNTED:
             raise refuse(at, "minProperties" if shape.least else "maxProperties", "is too large to be counted")
@@ -348,9 +326,8 @@ class _SchemaGrammar:
                 name = self._scalar(Strings())
             else:
                 unlike = _unlike(declared | shape.absent)
-                name = row(
-                    '"', self._grammar.language(both(*inside, *outside_of, *shape.names, unlike), json=True), '"'
-                )
+                names = both(*inside, *outside_of, *shape.names, unlike)
+                name = row('"', self._grammar.language(names, json=True), '"')
             if name != NEVER:
                 ways.append(row(name, ":", self._value(formula)))
         return self._grammar.named("o", choice(*ways)) if ways else NEVER

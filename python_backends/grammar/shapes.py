@@ -135,12 +135,8 @@ def _strings(a: Strings | None, b: Strings | None) -> Strings | None:
     languages = tuple(dict.fromkeys(a.languages + b.languages))
     least, most, words = max(a.least, b.least), _least(a.most, b.most), _common(a.words, b.words)
     if words is not None:
-        words = tuple(
-            text
-            for text in words
-            if least <= len(text) and (most is None or len(text) <= most)
-            if all(text in language for language in languages)
-        )
+        fitting = (text for text in words if least <= len(text) and (most is None or len(text) <= most))
+        words = tuple(text for text in fitting if all(text in language for language in languages))
     return None if words == () or (most is not None and most < least) else Strings(languages, least, most, words)
 
 

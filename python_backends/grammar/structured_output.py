@@ -6,16 +6,8 @@ import openvino_genai as genai
 
 from contract.generation import Guide
 
-_FIELDS = {
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf_grammar": "grammar",
-    "structural_tag": "structural_tags_config",
-}
-
 
 def structured_output(guide: Guide) -> genai.StructuredOutputConfig:
-    """Return the form that a GenerationConfig holds."""
-    if guide.kind == "json":
-        return genai.StructuredOutputConfig(json_schema='{"type": "object"}')
-    return genai.StructuredOutputConfig(**{_FIELDS[guide.kind]: guide.text})
+    """Return the form that a GenerationConfig holds. guide: as translated, a grammar or a structural tag."""
+    field = "structural_tags_config" if guide.kind == "structural_tag" else "grammar"
+    return genai.StructuredOutputConfig(**{field: guide.text})

@@ -10,9 +10,9 @@ from typing import Any
 from contract.errors import InvalidArgument
 from contract.generation import Guide
 from python_backends.grammar import patterns
-from python_backends.grammar.ebnf import Grammar, Text, TooManyRules, choice
+from python_backends.grammar.ebnf import Grammar, TooManyRules, choice
 from python_backends.grammar.languages import TooLarge
-from python_backends.grammar.schema import any_object, grammar_of
+from python_backends.grammar.schema import grammar_of
 from python_backends.grammar.vocabulary import SPECIAL_MARK
 
 _FIELD = "guided_decoding_guide"
@@ -23,9 +23,7 @@ def translate(guide: Guide, special: Sequence[str] = ()) -> Guide:
     """Return a guide of the kind ebnf_grammar, or structural_tag.
 
     special: the texts of the vocabulary's special tokens, which are marked in it.
-
-    Raises:
-        InvalidArgument: it cannot be expressed exactly; names the place.
+    Raises InvalidArgument: it cannot be expressed exactly; names the place.
     """
     if guide.kind == "structural_tag":
         return Guide(guide.kind, _structural_tag(guide.text, special))
@@ -35,7 +33,7 @@ def translate(guide: Guide, special: Sequence[str] = ()) -> Guide:
         return Guide("ebnf_grammar", grammar_of(guide.text))
     if guide.kind == "regex":
         return Guide("ebnf_grammar", _regex(guide.text))
-    return Guide("ebnf_grammar", any_object() if guide.kind == "json" else _choices(guide.text))
+    return Guide("ebnf_grammar", grammar_of('{"type": "object"}') if guide.kind == "json" else _choices(guide.text))
 
 
 def _regex(pattern: str) -> str:
@@ -60,7 +58,7 @@ def _choices(text: str) -> str:
         raise InvalidArgument(_FIELD, "must be a JSON list of at least one string, none of them empty")
     if len(texts) > _MOST_CHOICES:
         raise InvalidArgument(_FIELD, f"must have at most {_MOST_CHOICES} choices, got {len(texts)}")
-    return Grammar().write(choice(*map(Text, texts)))
+    return Grammar().write(choice(*texts))
 
 
 def _structural_tag(text: str, special: Sequence[str]) -> str:

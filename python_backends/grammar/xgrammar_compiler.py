@@ -11,15 +11,8 @@ from typing import Any
 import numpy as np
 
 from contract.generation import Guide
-from python_backends.grammar.measured_compiler import (
-    COMPILING_CORES,
-    LONG_WALK_S,
-    LONG_WALK_TOKENS,
-    WALK_S,
-    WALK_TOKENS,
-    MeasuredCompiler,
-)
-from python_backends.grammar.messages import Check
+from python_backends.grammar.checker import Check
+from python_backends.grammar.measured_compiler import COMPILING_CORES, MeasuredCompiler, Walk
 from python_backends.grammar.vocabulary import SPECIAL_MARK, encoded, special_tokens
 
 
@@ -39,21 +32,19 @@ class XGrammarCompiler(MeasuredCompiler):
             found["encoded_vocab"], xgrammar.VocabType.BYTE_LEVEL, stop_token_ids=found["stop_token_ids"]
         )
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, cache_enabled=False)
+        self._matcher: Any = None
 
-    def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
+    def walk(self, guide: Guide, requested: Check, tokens: int, most_s: float, again: bool) -> Walk:
         begun_s = time.process_time()
-        tagged = guide.kind == "structural_tag"
-        compile_guide = self._compiler.compile_structural_tag if tagged else self._compiler.compile_grammar
-        matcher = self._library.GrammarMatcher(compile_guide(guide.text))
-        compiling_s = (time.process_time() - begun_s) / COMPILING_CORES
+        if again:
+            self._matcher.reset()
+        else:
+            tagged = guide.kind == "structural_tag"
+            compile_guide = self._compiler.compile_structural_tag if tagged else self._compiler.compile_grammar
+            self._matcher = self._library.GrammarMatcher(compile_guide(guide.text))
+        matcher, compiling_s = self._matcher, (time.process_time() - begun_s) / COMPILING_CORES
         if compiling_s > requested.stall_s:
-            return compiling_s, [], []
-        steps = self._steps(matcher, WALK_TOKENS, WALK_S, again=False)
-        matcher.reset()
-        return compiling_s, steps, self._steps(matcher, LONG_WALK_TOKENS, LONG_WALK_S, again=True)
-
-    def _steps(self, matcher: Any, tokens: int, most_s: float, again: bool) -> list[float]:
-        """Return the seconds of the CPU of each token of a walk. again: it prefers ids that it had."""
+            return compiling_s, []
         mask = self._library.allocate_token_bitmask(1, self._tokenizer.vocab_size)
         steps: list[float] = []
         had: set[int] = set()
@@ -69,4 +60,4 @@ class XGrammarCompiler(MeasuredCompiler):
             steps.append(filling_s + time.process_time() - begun_s)
             if chosen not in self._tokenizer.stop_token_ids:
                 had.add(chosen)
-        return steps
+        return compiling_s, steps

@@ -15,12 +15,10 @@ import numpy as np
 
 from contract.generation import Guide, SamplingParams
 from contract.manifest import EngineManifest
-from python_backends.adapter_ids import AdapterIds
-from python_backends.adapter_weights import adapter_folder
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TopLogProbs
+from python_backends.adapters import AdapterIds, adapter_folder
+from python_backends.ensemble.token_increment import StreamEvent, TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, StepOutput
-from python_backends.grammar.messages import TOKENIZER_INFO
+from python_backends.grammar.checker import TOKENIZER_INFO
 
 NO_END_ID = -1
 Named = Callable[[np.ndarray], tuple[np.ndarray, dict[str, object]]]
@@ -87,9 +85,8 @@ def generate(llm: Any, command: AddSequence, named: Named = lambda ids: (ids, {}
     from tensorrt_llm import SamplingParams as LlmSamplingParams
     from tensorrt_llm.llmapi import GuidedDecodingParams
 
-    guided = (
-        {} if command.guide is None else {"guided_decoding": GuidedDecodingParams(**guide_arguments(command.guide))}
-    )
+    given = None if command.guide is None else GuidedDecodingParams(**guide_arguments(command.guide))
+    guided = {} if given is None else {"guided_decoding": given}
     sampling = LlmSamplingParams(**sampling_arguments(command), **guided)
     # 1.2 has no priorities: there only the order in which the scheduler starts requests follows them.
     has_priority = "priority" in inspect.signature(llm.generate_async).parameters

@@ -7,14 +7,15 @@ when it arrives. ``send`` and ``close`` may be called from any thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from python_backends.cpu_engine.link import Listener
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
+from python_backends.ensemble.token_increment import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport, last_line
 from python_backends.llmapi_engine.generation import CompletionReader, Named, cache_usage, generate
 
 _STATS_TIMEOUT_S = 2
@@ -49,10 +50,8 @@ class LlmLink:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and every sequence with it
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            pass  # the loop has ended, and every sequence with it
 
     def _run_thread(self) -> None:
         reason = "the LLM was closed"
@@ -88,7 +87,7 @@ class LlmLink:
         try:
             generation = self._generations[command.id] = generate(self._llm, command, self._named)
         except Exception as exc:  # refused arguments fail this request only
-            self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
+            self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, error=last_line(exc)))
             return
         self._without_token[command.id] = command.input_ids.size
         task = self._loop.create_task(self._follow(command, generation))
@@ -115,7 +114,7 @@ class LlmLink:
         except Exception as exc:  # a failed output ends this sequence only
             self._remove(command.id)
             if not ended:
-                self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
+                self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, error=last_line(exc)))
 
     def _remove(self, id: int) -> None:
         self._generations.pop(id, None)
@@ -141,7 +140,3 @@ class LlmLink:
             async for stats in llm.get_stats_async(_STATS_TIMEOUT_S):
                 self._cache_usage = cache_usage(stats)
             await asyncio.sleep(_STATS_PAUSE_S)
-
-
-def _last_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [repr(exc)])[-1]

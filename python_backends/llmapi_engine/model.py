@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from contract import manifest as manifests
-from python_backends.adapter_ids import AdapterIds
+from python_backends.adapters import AdapterIds
 from python_backends.cpu_engine import model as cpu_engine
 from python_backends.cpu_engine.link import Listener
 from python_backends.llmapi_engine.generation import named_adapter, open_llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from contract.chat import check_tool_turns
@@ -11,16 +12,25 @@ from contract.errors import InvalidArgument
 _HINT = 'a JSON list such as [{"role": "user", "content": "Hello"}]'
 _TOOLS_HINT = 'a JSON list such as [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
 MAX_TOOLS = 128
+_SYSTEM = """\
+# Tools
+
+You may call one or more functions to help with the user's request. The functions, one JSON object in each line:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and arguments inside <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+</tool_call>"""
 
 Message = dict[str, Any]
 
 
 def parse_messages(messages_json: str) -> list[Message]:
-    """Parse the input ``messages``. The arguments of tool calls become objects, as chat templates expect them.
-
-    Raises:
-        InvalidArgument: it is not a chat; names the message and what it must hold.
-    """
+    """Parse the input ``messages``. The arguments of tool calls become objects, as chat templates expect them. Raises
+    InvalidArgument: it is not a chat; names the message and what it must hold."""
     messages = _parsed("messages", messages_json, _HINT)
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", f"must be {_HINT}")
@@ -40,11 +50,7 @@ def parse_messages(messages_json: str) -> list[Message]:
 
 
 def parse_tools(tools_json: str) -> list[dict[str, Any]]:
-    """Parse the input ``tools``.
-
-    Raises:
-        InvalidArgument: it is not a list of functions with different names.
-    """
+    """Parse the input ``tools``. Raises InvalidArgument: it is not a list of functions with different names."""
     tools = _parsed("tools", tools_json, _TOOLS_HINT)
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise InvalidArgument("tools", f"must be {_TOOLS_HINT} with 1 to {MAX_TOOLS} entries")
@@ -61,11 +67,7 @@ def parse_tools(tools_json: str) -> list[dict[str, Any]]:
 
 
 def parse_variables(variables_json: str) -> dict[str, Any]:
-    """Parse the input ``chat_template_kwargs``.
-
-    Raises:
-        InvalidArgument: it is not a JSON object.
-    """
+    """Parse the input ``chat_template_kwargs``. Raises InvalidArgument: it is not a JSON object."""
     variables = _parsed("chat_template_kwargs", variables_json, 'a JSON object such as {"enable_thinking": false}')
     if not isinstance(variables, dict):
         raise InvalidArgument("chat_template_kwargs", 'must be a JSON object such as {"enable_thinking": false}')
@@ -97,3 +99,33 @@ def _parsed(name: str, text: str, hint: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise InvalidArgument(name, f"must be {hint}, got no JSON: {exc}") from exc
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return the chat for a template that knows no tools: messages of the roles system, user and assistant only, the
+    tools described in the system message, in the form of Hermes and Qwen."""
+    chat: list[Message] = []
+    before = ""  # role of the message before
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if before == "tool":  # roles alternate: one turn has all results
+                chat[-1]["content"] += f"\n{text}"
+            else:
+                chat.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            texts = [message["content"]] if message["content"] else []
+            for call in calls:
+                named = {name: call["function"][name] for name in ("name", "arguments")}
+                texts.append(f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>")
+            chat.append({"role": message["role"], "content": "\n".join(texts)})
+        else:
+            chat.append(message)
+        before = message["role"]
+    if tools:
+        text = _SYSTEM.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if chat[0]["role"] == "system":
+            chat[0] = {"role": "system", "content": f"{chat[0]['content']}\n\n{text}"}
+        else:
+            chat.insert(0, {"role": "system", "content": text})
+    return chat

@@ -15,8 +15,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.errors import InvalidArgument, NotFound
-from python_backends.tokenizer.chat import Message, parse_messages, parse_tools, parse_variables
-from python_backends.tokenizer.tool_prompt import with_tools
+from python_backends.tokenizer.chat import Message, parse_messages, parse_tools, parse_variables, with_tools
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE = [{"role": "user", "content": "?"}]
@@ -54,13 +53,14 @@ class ChatTemplate:
         # The names that the templates use, those of their own variables and of functions included.
         trees = [environment.parse(text) for text in (source, tool_source) if text]
         self._names = {node.name for tree in trees for node in tree.find_all(jinja2.nodes.Name)}
-        self.tokens = {name: _token_text(config.get(name)) for name in _TOKENS}
+        tokens = {name: config.get(name) or "" for name in _TOKENS}
+        self.tokens = {name: one.get("content", "") if isinstance(one, dict) else one for name, one in tokens.items()}
 
     @cached_property
     def knows_tools(self) -> bool:
         """Whether the template shows tools to the model."""
         try:
-            return self._rendered(_PROBE, [_PROBE_TOOL], {}) != self._rendered(_PROBE, None, {})
+            return self._rendered(_PROBE, [_PROBE_TOOL], {}, True) != self._rendered(_PROBE, None, {}, True)
         except InvalidArgument:  # it needs a chat of another form
             return "tools" in self._names
 
@@ -75,10 +75,8 @@ class ChatTemplate:
 
         tools_json, variables_json: the inputs ``tools`` and ``chat_template_kwargs``.
         add_generation_prompt: end where the assistant's message begins.
-
-        Raises:
-            NotFound: the model has no chat template.
-            InvalidArgument: an input is malformed, the template refuses the messages, or it has no such variable.
+        Raises NotFound: the model has no chat template.
+        Raises InvalidArgument: an input is malformed, the template refuses the messages, or it has no such variable.
         """
         if self._template is None:
             raise NotFound("messages: this model has no chat template; send text_input instead")
@@ -97,43 +95,29 @@ class ChatTemplate:
         return text
 
     def _rendered(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        variables: dict[str, Any],
-        generates: bool = True,
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any], generates: bool
     ) -> str:
         template = self._tool_template if tools else self._template
         assert template is not None
         try:
-            return template.render(
-                **variables,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=generates,
-                **self.tokens,
-            )
+            chat = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": generates}
+            return template.render(variables | chat | self.tokens)
         except (jinja2.TemplateError, *_REFUSALS) as exc:
             raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
 
 
 def sandbox(undefined: type[jinja2.Undefined] = jinja2.Undefined) -> ImmutableSandboxedEnvironment:
     """Return a Jinja environment as chat templates expect it. undefined: what a name without a value is."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-        undefined=undefined,
-    )
+    blocks: dict[str, Any] = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "extensions": ["jinja2.ext.loopcontrols", _GenerationTag],
+    }
+    environment = ImmutableSandboxedEnvironment(**blocks, undefined=undefined)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
-
-
-def _token_text(token: str | dict[str, Any] | None) -> str:
-    return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
 def _check_characters(text: str) -> None:

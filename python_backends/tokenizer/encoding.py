@@ -30,17 +30,13 @@ class Encoding:
 
         A byte-level token writes each byte as one or two, other tokens as the byte itself, so a token's length in UTF-8
         bounds the text it stands for; normalizers shorten text at most fourfold.
-
-        Raises:
-            PromptTooLong: it cannot.
+        Raises PromptTooLong: it cannot.
         """
         size = len(text.encode())
         at_least = size // (4 * self._longest_token_bytes)
         if at_least > self._max_seq_len:
-            raise PromptTooLong(
-                name,
-                f"must have at most {self._max_seq_len} tokens, got {size} bytes, which are more than {at_least}",
-            )
+            got = f"{size} bytes, which are more than {at_least}"
+            raise PromptTooLong(name, f"must have at most {self._max_seq_len} tokens, got {got}")
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Return the ids of each text."""

@@ -15,12 +15,11 @@ import numpy as np
 from contract import manifest as manifests
 from contract import priority
 from contract.backend_settings import Settings
-from contract.errors import BY_NAME, EngineFailed, InvalidArgument, Overloaded, TridentError, Unavailable
+from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable, of_ours
 from contract.generation import GUIDE_KINDS, Guide
-from python_backends.adapter_ids import AdapterIds
-from python_backends.adapter_weights import adapter_tensors
+from python_backends.adapters import AdapterIds, adapter_tensors
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
-from python_backends.ensemble.word_list import encode_word_list
+from python_backends.ensemble.request_tensors import encode_word_list
 from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
@@ -66,12 +65,7 @@ class TritonPythonModel:
         self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
         self._chat_template = ChatTemplate(settings.engine_dir)
         self._metrics = Metrics(metric_family)
-        self._refused = {
-            name: self._metrics.counter(
-                "trident_errors_total", "Requests refused or failed", model="tokenizer", error_type=name
-            )
-            for name in BY_NAME
-        }
+        self._refused = self._metrics.errors(model="tokenizer")
         self._heartbeat = Heartbeat(settings.supervisor_socket)
 
     def execute(self, requests: list[Request]) -> list[Any]:
@@ -98,14 +92,11 @@ class TritonPythonModel:
                 outputs = self._outputs(request.request_id(), prompt, token_ids, arrival_ns)
                 responses.append(response(outputs | guided))
             except Exception as exc:  # the outer edge: one request's defect must not fail its batch
-                responses.append(self._refusal(exc))
+                error = of_ours(exc, "the tokenizer failed")
+                self._refused(error)
+                responses.append(error_response(error))
         self._metrics.flush()
         return responses
-
-    def _refusal(self, exc: Exception) -> Any:
-        error = exc if isinstance(exc, TridentError) else EngineFailed(f"the tokenizer failed: {exc!r}")
-        self._refused[type(error).__name__](1)
-        return error_response(error)
 
     def _begin_check(self, guide: Guide) -> _Checked:
         """Return where the result of the guide's check will be."""
@@ -119,11 +110,8 @@ class TritonPythonModel:
         return result
 
     def _checked(self, result: _Checked, until_s: float) -> dict[str, np.ndarray]:
-        """Return the engine's tensors for a guide.
-
-        Raises:
-            TridentError: the guide was refused, or is not checked yet: other requests may not wait longer for it.
-        """
+        """Return the engine's tensors for a guide. Raises TridentError: the guide was refused, or is not checked yet:
+        other requests may not wait longer for it."""
         try:
             guide = result.result(timeout=max(0.0, until_s - time.monotonic()))
         except FutureTimeout:
@@ -149,10 +137,8 @@ class TritonPythonModel:
                 self._encoding.check_length(prompt.source, text)
             # A chat template writes the special tokens itself.
             return prompt, text, prompt.messages is None
-        except TridentError as exc:
-            return exc
         except Exception as exc:  # the outer edge: a defect becomes a well-formed response
-            return EngineFailed(f"the tokenizer could not read the request: {exc!r}")
+            return of_ours(exc, "the tokenizer could not read the request")
 
     def _encode(self, items: list[_Prompt]) -> list[list[int]]:
         """Return the ids of every item, in order, with one call to the tokenizer per kind of prompt."""
@@ -181,33 +167,27 @@ class TritonPythonModel:
 
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
-        if self._cpp_backend:
+        cpp, cpu = self._cpp_backend, self._kind == "cpu"
+        if cpp:
             self._adapters.check(prompt.lora_task_id or 0)
             if prompt.guide is not None and prompt.guide.kind == "structural_tag":
                 allowed = ", ".join(kind for kind in GUIDE_KINDS if kind != "structural_tag")
                 problem = f"must be one of {allowed} with this engine, got 'structural_tag'"
                 raise InvalidArgument("guided_decoding_guide_type", problem)
-            refused: list[tuple[str, object, str]] = [
-                ("min_p", prompt.min_p, "0"),
-                ("num_top_log_probs", prompt.num_top_log_probs, "0"),
-            ]
-        else:  # OpenVINO GenAI and the LLM API's adapter have no mask or bias for the ids of one request
-            refused = [
-                ("bad_words", prompt.bad_words, "left out"),
-                ("embedding_bias_words", prompt.bias_words, "left out"),
-            ]
         reason = "not supported by this engine yet"
-        if self._kind == "cpu":
+        if cpu:
             reason = "OpenVINO GenAI has no mask or bias for the token ids of one request"
-        else:
-            refused += [
-                ("return_prompt_log_probs", prompt.prompt_log_probs, "false"),
-                ("max_tokens", prompt.max_tokens == 0 and "0", "1 or more"),
-                ("continue_ids", prompt.continue_ids.size and f"{prompt.continue_ids.size} ids", "left out"),
-                # The C++ backend's streams never begin with the prompt.
-                ("exclude_input_in_output", self._cpp_backend and prompt.options.echo and "false", "true"),
-            ]
-        for name, value, neutral in refused:
+        for name, value, neutral in (
+            ("min_p", cpp and prompt.min_p, "0"),
+            ("num_top_log_probs", cpp and prompt.num_top_log_probs, "0"),
+            ("bad_words", not cpp and prompt.bad_words, "left out"),
+            ("embedding_bias_words", not cpp and prompt.bias_words, "left out"),
+            ("return_prompt_log_probs", not cpu and prompt.prompt_log_probs, "false"),
+            ("max_tokens", not cpu and prompt.max_tokens == 0 and "0", "1 or more"),
+            ("continue_ids", not cpu and prompt.continue_ids.size and f"{prompt.continue_ids.size} ids", "left out"),
+            # The C++ backend's streams never begin with the prompt.
+            ("exclude_input_in_output", cpp and prompt.options.echo and "false", "true"),
+        ):
             if value:
                 raise InvalidArgument(name, f"must be {neutral}, got {value}; {reason}")
 
@@ -225,7 +205,9 @@ class TritonPythonModel:
         continued = prompt.continue_ids.tolist()
         if len(continued) > max_tokens:
             raise InvalidArgument("continue_ids", f"must hold at most max_tokens, {max_tokens}, got {len(continued)}")
-        end_ids = self._end_ids(prompt)
+        end_ids = self._eos_token_ids  # unless the request has its own or none
+        if prompt.end_id is not None:
+            end_ids = () if prompt.end_id == -1 else (prompt.end_id,)
         outputs = {
             "input_ids": row(ids + continued),
             "input_lengths": row([len(ids) + len(continued)]),
@@ -263,12 +245,6 @@ class TritonPythonModel:
                 outputs |= adapter_tensors(self._engine_dir, adapter)
         return outputs
 
-    def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:
-        """Return the model's end ids, unless the request has its own or none."""
-        if prompt.end_id is None:
-            return self._eos_token_ids
-        return () if prompt.end_id == -1 else (prompt.end_id,)
-
     def _engine_streams(self, prompt: PromptRequest) -> bool:
         """Whether the engine sends ids as they are generated.
 
@@ -291,18 +267,12 @@ class TritonPythonModel:
         return ids
 
     def _check_vocabulary(self, name: str, ids: Sequence[int]) -> None:
-        """A tokenizer may have added tokens for which the model has no row.
-
-        Raises:
-            InvalidArgument: the input holds such a token.
-        """
+        """A tokenizer may have added tokens for which the model has no row. Raises InvalidArgument: the input holds
+        such a token."""
         highest = max(ids)
         if highest >= self._limits.vocab_size:
-            raise InvalidArgument(
-                name,
-                f"must hold tokens 0 to {self._limits.vocab_size - 1}, got {self._encoding.token(highest)!r}, which is "
-                f"token {highest}",
-            )
+            got = f"{self._encoding.token(highest)!r}, which is token {highest}"
+            raise InvalidArgument(name, f"must hold tokens 0 to {self._limits.vocab_size - 1}, got {got}")
 
     def finalize(self) -> None:
         if self._grammars is not None:

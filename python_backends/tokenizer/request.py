@@ -13,10 +13,9 @@ from contract import priority
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.generation import Guide
 from contract.tensors import ENSEMBLE_INPUTS
-from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
-from python_backends.ensemble.guide import read_guide
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.limits import EngineLimits
+from python_backends.adapters import NO_ADAPTERS, AdapterIds
+from python_backends.ensemble.request_tensors import StreamOptions, read_guide
+from python_backends.limits import EngineLimits, check_end_id, check_ids
 from python_backends.triton_io import Inputs
 
 DEFAULT_MAX_TOKENS = 128
@@ -35,8 +34,7 @@ class PromptRequest:
     """One validated request.
 
     prompt: text to encode; exactly one of prompt, messages and input_ids is set.
-    messages: a chat as JSON.
-    tools, chat_template_kwargs: what its template gets besides, as JSON; None when not sent.
+    messages, tools, chat_template_kwargs: a chat and what its template gets besides, as JSON; None when not sent.
     input_ids: int32[n], the prompt's ids, all in the vocabulary.
     truncate: keep the prompt's last so many tokens; -1 for as many as fit, None for all.
     continue_ids: int32[m], ids of the output that were generated already.
@@ -87,10 +85,8 @@ def parse(
     adapters: AdapterIds = NO_ADAPTERS,
 ) -> PromptRequest:
     """Read and validate the input tensors.
-
-    Raises:
-        InvalidArgument: an input or parameter holds a value that is not allowed.
-        PromptTooLong: the prompt has more than ``max_prompt_bytes``.
+    Raises InvalidArgument: an input or parameter holds a value that is not allowed.
+    Raises PromptTooLong: the prompt has more than ``max_prompt_bytes``.
     """
     check_parameters(parameters)
     priority.read(parameters)
@@ -128,15 +124,20 @@ def parse(
         raise InvalidArgument(name, f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
     bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.values("embedding_bias_weights")
     if len(bias_words) != len(bias_weights):
-        raise InvalidArgument(
-            "embedding_bias_weights", f"must have a value per word, got {len(bias_weights)} for {len(bias_words)}"
-        )
+        problem = f"must have a value per word, got {len(bias_weights)} for {len(bias_words)}"
+        raise InvalidArgument("embedding_bias_weights", problem)
     if not all(map(math.isfinite, bias_weights)):
         raise InvalidArgument("embedding_bias_weights", f"must be finite numbers, got {bias_weights}")
-    stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
+    stop_ids = inputs.values("stop_token_ids")
+    if len(stop_ids) > _MAX_STOPS:
+        raise InvalidArgument("stop_token_ids", f"must hold at most {_MAX_STOPS} ids, got {len(stop_ids)}")
+    check_ids("stop_token_ids", stop_ids, limits.vocab_size)
+    stop_token_ids = tuple(dict.fromkeys(stop_ids))
     if ended := set(stop_token_ids).intersection(continue_ids.tolist()):
         raise InvalidArgument("continue_ids", f"must hold none of stop_token_ids, got {min(ended)}")
-    end_id = _end_id(inputs, limits.vocab_size)
+    end_id = -1 if inputs.scalar("ignore_eos", False) else inputs.scalar("end_id")
+    if end_id is not None:
+        check_end_id(end_id, limits.vocab_size)
     return PromptRequest(
         prompt=prompt,
         messages=messages,
@@ -183,11 +184,7 @@ def _adapter(inputs: Inputs, adapters: AdapterIds) -> int | None:
 
 
 def check_parameters(parameters: dict[str, Any]) -> None:
-    """Check the names of the request parameters.
-
-    Raises:
-        InvalidArgument: one is not known.
-    """
+    """Check the names of the request parameters. Raises InvalidArgument: one is not known."""
     for name in parameters:
         lowered = name.lower()
         if lowered in _KNOWN_PARAMETERS or lowered.startswith(_KNOWN_PARAMETER_PREFIXES):
@@ -201,11 +198,7 @@ def check_parameters(parameters: dict[str, Any]) -> None:
 
 
 def _alias(inputs: Inputs, name: str, older_name: str) -> Any:
-    """Return the value sent under either name.
-
-    Raises:
-        InvalidArgument: both were sent and differ.
-    """
+    """Return the value sent under either name. Raises InvalidArgument: both were sent and differ."""
     value, older = inputs.scalar(name), inputs.scalar(older_name)
     if value is not None and older is not None and value != older:
         raise InvalidArgument(older_name, f"must equal {name}, its other name, got {older} and {value}")
@@ -224,36 +217,6 @@ def _prompt_ids(inputs: Inputs, vocab_size: int, max_bytes: int) -> np.ndarray |
     return array.reshape(-1)
 
 
-def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Check that all ids are in the vocabulary.
-
-    Raises:
-        InvalidArgument: one is not.
-    """
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {wrong[0]}")
-
-
-def _end_id(inputs: Inputs, vocab_size: int) -> int | None:
-    if inputs.scalar("ignore_eos", False):
-        return -1
-    end_id = inputs.scalar("end_id")
-    if end_id is not None and not -1 <= end_id < vocab_size:
-        raise InvalidArgument("end_id", f"must be 0 to {vocab_size - 1}, or -1 for none, got {end_id}")
-    return end_id
-
-
-def _ids(inputs: Inputs, name: str, vocab_size: int) -> list[int]:
-    ids = inputs.values(name)
-    if len(ids) > _MAX_STOPS:
-        raise InvalidArgument(name, f"must hold at most {_MAX_STOPS} ids, got {len(ids)}")
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {token}")
-    return ids
-
-
 def _stop_words(inputs: Inputs) -> tuple[str, ...]:
     array = inputs.array("stop_words")
     if array is not None and array.size > _MAX_STOPS:
@@ -262,9 +225,8 @@ def _stop_words(inputs: Inputs) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word for word in inputs.texts("stop_words") if word))
     for word in words:
         if len(word) > _MAX_STOP_CHARACTERS:
-            raise InvalidArgument(
-                "stop_words", f"must hold strings of at most {_MAX_STOP_CHARACTERS} characters, got {len(word)}"
-            )
+            problem = f"must hold strings of at most {_MAX_STOP_CHARACTERS} characters, got {len(word)}"
+            raise InvalidArgument("stop_words", problem)
     if (characters := sum(map(len, words))) > _MAX_STOPS_CHARACTERS:
         raise InvalidArgument("stop_words", f"must have at most {_MAX_STOPS_CHARACTERS} characters, got {characters}")
     return words

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.mock_engine import MockLink
 from contract.generation import SamplingParams
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 
 

@@ -15,6 +15,7 @@ from contract.errors import (
     Unavailable,
     from_text,
     make,
+    of_ours,
     to_text,
 )
 
@@ -94,3 +95,10 @@ def test_a_foreign_text_is_no_error_of_ours(text):
 
 def test_everything_we_raise_on_purpose_can_be_caught_at_once():
     assert all(issubclass(cls, TridentError) for cls in BY_NAME.values())
+
+
+def test_what_is_no_error_of_ours_becomes_one_that_says_what_was_done():
+    ours, foreign = InvalidArgument("top_k", "must be 0"), KeyError("top_k")
+    assert of_ours(ours, "reading") is ours
+    made = of_ours(foreign, "reading")
+    assert type(made) is EngineFailed and str(made) == "reading: KeyError('top_k')"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from contract.packed_delta import pack, unpack
 
-IDS, COUNTS, NS = st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1)
+IDS, COUNTS, NS = st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(1, 2**63 - 1)
 LOG_PROBS = st.floats(max_value=0.0, allow_nan=False)
 TEXTS = st.text(max_size=20)
 TOP = st.lists(st.lists(st.tuples(IDS, LOG_PROBS), max_size=3).map(tuple), max_size=3).map(tuple)

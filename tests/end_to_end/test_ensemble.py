@@ -27,7 +27,7 @@ from contract import manifest as manifests
 from contract import packed_delta
 from contract.errors import TridentError
 from contract.generation import Guide
-from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.cpu_engine.worker import open_pipeline
 from tests.end_to_end.watching import PATIENCE_S, TRIES, ended, halted, idle, requests, until, until_idle
 
 PROMPT = "def fibonacci(n):\n"

@@ -1,10 +1,11 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.scheduling import BLOCK_TOKENS
-from python_backends.limits import EngineLimits, check_fits
+from python_backends.limits import EngineLimits, check_end_id, check_fits, check_ids
 from tests.fakes import manifests
 
 LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=5)
@@ -57,3 +58,22 @@ def test_a_pool_of_the_engines_own_size_holds_its_whole_batch_at_full_length(max
     blocks_of_one = -(-max_seq_len // BLOCK_TOKENS)
     assert limits.kv_cache_blocks >= max_batch_size * blocks_of_one
     check_fits(max_seq_len - 1, 1, limits)
+
+
+@pytest.mark.parametrize("ids", [(), [0, 9], np.array([[3], [9]])])
+def test_ids_of_the_vocabulary_pass(ids):
+    check_ids("ids", ids, 10)
+
+
+@pytest.mark.parametrize(("ids", "wrong"), [([1, 10, 11], 10), (np.array([[4, -1]], np.int32), -1)])
+def test_the_first_id_that_the_vocabulary_lacks_is_named(ids, wrong):
+    with pytest.raises(InvalidArgument, match=f"ids: must hold ids from 0 to 9, got {wrong}"):
+        check_ids("ids", ids, 10)
+
+
+def test_an_end_id_is_one_of_the_vocabulary_or_none():
+    for id in (-1, 0, 9):
+        check_end_id(id, 10)
+    for id in (-2, 10):
+        with pytest.raises(InvalidArgument, match="end_id: must be 0 to 9, or -1 for none"):
+            check_end_id(id, 10)

@@ -1,5 +1,7 @@
 import pytest
 
+from contract import manifest
+from contract.errors import Overloaded
 from python_backends import metrics
 from python_backends.metrics import AdapterMetrics, Metrics
 from python_backends.triton_io import metric_family
@@ -124,3 +126,20 @@ def test_sends_are_counted_by_cause(triton):
         for cause in ("first", "again")
     ]
     assert counts == [1, 2, 0, 0]
+
+
+def test_errors_are_counted_by_their_class_and_those_without_one_are_shown_as_none(metrics_of_model, triton):
+    count = metrics_of_model.errors(model="m")
+    count(Overloaded("full"))
+    metrics_of_model.flush()
+    assert triton.metric_value("trident_errors_total", model="m", error_type="Overloaded") == 1
+    assert triton.metric_value("trident_errors_total", model="m", error_type="NotFound") == 0
+
+
+def test_the_engine_is_named_with_the_digest_of_its_manifest(metrics_of_model, triton, tiny_engine):
+    made = manifest.load(tiny_engine)
+    metrics_of_model.show_engine(tiny_engine, made)
+    metrics_of_model.flush()
+    digest = manifest.sha256_file(tiny_engine / "manifest.json")
+    labels = {"engine": made.name, "kind": "cpu", "manifest_sha256": digest}
+    assert triton.metric_value("trident_engine_info", **labels) == 1

@@ -14,7 +14,7 @@ from build.model import lora_graph
 from build.model.weights import quantize_int4, quantize_int8
 from build.package import compile_cpu
 from build.recipe import recipe as recipes
-from python_backends.adapter_ids import AdapterIds
+from python_backends.adapters import AdapterIds
 from tests.fakes import adapters, checkpoints, numpy_llama
 from tests.fakes.dequantized import dequantized
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,13 +35,12 @@ from contract.scheduling import (
     UNDRAFTED_FROM,
     WHOLE_PROMPT_TOKENS,
 )
-from python_backends.cpu_engine.drafting import Drafting
+from python_backends.adapters import AdapterIds
+from python_backends.cpu_engine.drafting import Drafting, PromptLookup
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.cpu_engine.partial_blocks import PartialBlocks
-from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
-from python_backends.cpu_engine.prompt_lookup import PromptLookup
+from python_backends.cpu_engine.prefix_cache import PartialBlocks
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
-from python_backends.cpu_engine.worker import StepLoop
+from python_backends.cpu_engine.worker import StepLoop, open_drafting, open_pipeline
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from tests.python_backends.cpu_engine.test_draft_length import known
@@ -57,7 +57,8 @@ def started(_: int) -> bool:
 
 def ready(limits: EngineLimits = LIMITS, pipeline: object = None, ngram_size: int = 3) -> Drafting:
     """Return a rule whose steps are timed; drafts take no time."""
-    drafting = Drafting(pipeline, limits, ngram_size)
+    drafting = Drafting(limits, ngram_size)
+    drafting.pipeline = pipeline
     drafting._length = known(limits.max_draft_len)
     return drafting
 
@@ -114,7 +115,7 @@ def test_a_probe_is_no_try_of_whether_drafts_of_a_model_gain():
 
 
 def test_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known():
-    drafting = Drafting(None, dataclasses.replace(LIMITS, kv_cache_blocks=1024), 3)
+    drafting = Drafting(dataclasses.replace(LIMITS, kv_cache_blocks=1024), 3)
     assert not drafting.learns
     drafting.load_with(lambda: "pipeline")
     for _ in range(8):
@@ -136,7 +137,8 @@ def test_no_more_sequences_are_timed_than_run_together_or_fit_into_the_second_kv
         (dataclasses.replace(large, kv_cache_blocks=60), 3),
         (dataclasses.replace(large, kv_cache_blocks=40), 2),  # one longest sequence: 11 blocks
     ]:
-        drafting = Drafting("pipeline", limits, 3)
+        drafting = Drafting(limits, 3)
+        drafting.pipeline = "pipeline"
         for drafts in (False, True):
             for _ in range(8):
                 drafting.timed(1, 0.02, drafts=drafts, idle=True)
@@ -147,7 +149,7 @@ def test_where_the_second_pipeline_cannot_be_loaded_nothing_is_learned_and_none_
     def load():
         raise RuntimeError("no memory")
 
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = Drafting(LIMITS, 3)
     drafting.load_with(load)
     with pytest.raises(RuntimeError):
         drafting.load()
@@ -156,7 +158,8 @@ def test_where_the_second_pipeline_cannot_be_loaded_nothing_is_learned_and_none_
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_moved(drafts):
-    drafting, timed = Drafting("pipeline", LIMITS, 3), []
+    drafting, timed = Drafting(LIMITS, 3), []
+    drafting.pipeline = "pipeline"
     drafting._length.timed = lambda sequences, taken_s, *, drafts, idle: timed.append((taken_s, drafts))
     drafting.follow(command(1, max_tokens=100))
     if drafts:
@@ -170,7 +173,7 @@ def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_mov
 
 
 def test_an_engine_without_drafts_admits_none():
-    drafting = Drafting(None, dataclasses.replace(LIMITS, max_draft_len=0))
+    drafting = Drafting(dataclasses.replace(LIMITS, max_draft_len=0))
     for max_tokens in (1, 20):
         assert not drafting.admit(command(1, max_tokens=max_tokens), genai.GenerationConfig(), running=0)
     assert drafting.leave(started) is None and len(drafting) == 0 and drafting.take_counts() == (0, 0)
@@ -505,7 +508,7 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, eng
     drafting_engine = request.getfixturevalue(engine)
     repeating = [5, 6, 7, 8] * 6
     requests = [
-        (repeating, SamplingParams(top_k=1), Guide("regex", "(abc)*d")),
+        (repeating, SamplingParams(top_k=1), Guide("ebnf_grammar", 'root ::= ("abc")* "d"')),
         (repeating, SamplingParams(top_k=1, log_probs=True), None),
         (list(range(40)), SamplingParams(top_k=1), None),
         (repeating, SamplingParams(top_k=1, repetition_penalty=1.3, frequency_penalty=0.5), None),
@@ -586,7 +589,7 @@ def test_an_engine_whose_second_pipeline_cannot_be_loaded_serves_without_drafts(
 
 
 def test_nothing_drafts_until_the_pipeline_is_loaded_and_what_runs_then_goes_over_to_it():
-    drafting = Drafting(None, LIMITS, 3)
+    drafting = Drafting(LIMITS, 3)
     drafting.load_with(lambda: "pipeline")
     config = genai.GenerationConfig()
     assert not drafting.admit(command(1, max_tokens=100), config, running=0) and not config.num_assistant_tokens
@@ -703,3 +706,51 @@ def test_an_idle_engine_times_its_steps_and_then_generates_as_before(triton_type
         connection.send(request)
         outputs = [output for report in reports_until_all_ended(connection, 1) for output in report.outputs]
     assert [token for output in outputs for token in output.token_ids] == plain
+
+
+# --- prompt lookup ----
+
+
+def looked_up(ids: list[int], ngram_size: int, length: int) -> list[int]:
+    for size in range(ngram_size, 0, -1):
+        for end in range(size, len(ids) - size + 1):
+            if ids[end - size : end] == ids[-size:]:
+                return ids[end : end + length]
+    return []
+
+
+def accepted(prompt: list[int], made: list[int], ngram_size: int, length: int) -> list[int]:
+    """Return what each step that verifies drafts accepts, of an answer whose first token made no step."""
+    ids, left, counts = prompt + made[:1], made[1:], []
+    while left:
+        count = 0
+        for draft, token in zip(looked_up(ids, ngram_size, length), left, strict=False):
+            if draft != token:
+                break
+            count += 1
+        if count == len(left):  # it may accept further ones
+            break
+        counts.append(count)
+        ids, left = ids + left[: count + 1], left[count + 1 :]
+    return counts
+
+
+LOOKED_UP = st.integers(0, 3) | st.integers(0, 200_000)
+
+
+@given(
+    st.lists(LOOKED_UP, min_size=1, max_size=30), st.lists(LOOKED_UP, min_size=1), st.integers(1, 4), st.integers(1, 8)
+)
+def test_it_counts_what_steps_would_have_accepted(prompt, made, ngram_size, length):
+    lookup = PromptLookup(np.array(prompt + made[:1]), ngram_size, length)
+    counts = [count for count in map(lookup.add, made[1:]) if count is not None]
+    assert counts == accepted(prompt, made, ngram_size, length)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1))
+def test_the_first_id_of_a_prompt_under_an_adapter_is_like_no_other(prompt, made):
+    marked = int(AdapterIds(tuple("abcdefgh"), 151_936, -1).mark(np.array([9707]), 8)[0])
+    assert marked == 1_225_259 > sys.maxunicode
+    lookup = PromptLookup(np.array([marked, *prompt, *made[:1]]), 3, 8)
+    counts = [count for count in map(lookup.add, made[1:]) if count is not None]
+    assert counts == accepted([marked, *prompt], made, 3, 8)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, Unavailable, from_text
 from contract.generation import Guide, SamplingParams
-from python_backends.cpu_engine import ticker, worker_starts
-from python_backends.cpu_engine.engine import Engine
+from python_backends.cpu_engine import engine, ticker
+from python_backends.cpu_engine.engine import _PAUSES_S, Engine, WorkerStarts
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.ensemble.control import ControlMessage, Verb
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
@@ -167,7 +167,7 @@ class Setting:
 
 @pytest.fixture
 def open_setting(triton, monkeypatch):
-    monkeypatch.setattr(worker_starts, "_PAUSES_S", (0, 0, 0, 0))
+    monkeypatch.setattr(engine, "_PAUSES_S", (0, 0, 0, 0))
     opened = []
 
     def make(**options):
@@ -866,7 +866,7 @@ def test_a_response_that_leaves_after_the_engine_went_idle_is_observed_all_the_s
 
     key, sink = setting.submit(sink=Slow())
     setting.link.report((key, [1], StreamEvent.LENGTH))
-    wait_until(lambda: setting.engine._ticker.idle)
+    wait_until(lambda: not setting.engine._ticker._work.is_set())
     time.sleep(3 * ticker.TICK_S)
     assert value(triton, "gen_ai_server_time_to_first_token_seconds") == 0
     release.set()
@@ -983,3 +983,40 @@ def test_adapters_reach_the_worker_and_never_share_cached_prompts(open_setting):
         setting.link.report((key, [1], StreamEvent.LENGTH))
         sink.end()
         assert sink.increments[-1].state.num_cached_tokens == cached
+
+
+# ---- starts of the worker -------------------------------------------------------------------------------------------
+
+
+def test_each_failed_start_in_a_row_waits_longer_until_it_gives_up():
+    starts, pauses_s = WorkerStarts(), []
+    while not starts.given_up:
+        pauses_s.append(starts.pause_s)
+        starts.ended()
+    assert pauses_s == list(_PAUSES_S) and not starts.wait(0)
+
+
+def test_a_worker_that_was_ready_did_not_fail_to_start():
+    starts = WorkerStarts()
+    for _ in range(10):
+        starts.succeeded()
+        assert starts.ready
+        starts.ended()
+        assert not starts.ready and not starts.given_up and starts.pause_s == 0
+
+
+def test_waiting_ends_when_the_worker_is_ready_or_given_up():
+    ready, given_up = WorkerStarts(), WorkerStarts()
+    found = {}
+    threads = [
+        threading.Thread(target=lambda: found.update(ready=ready.wait(60))),
+        threading.Thread(target=lambda: found.update(given_up=given_up.wait(60))),
+    ]
+    for thread in threads:
+        thread.start()
+    ready.succeeded()
+    for _ in _PAUSES_S:
+        given_up.ended()
+    for thread in threads:
+        thread.join(60)
+    assert found == {"ready": True, "given_up": False}

@@ -3,7 +3,7 @@ import pytest
 
 from contract.errors import Overloaded
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineLoad, EngineMetrics
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import StepOutput, StepReport
 from python_backends.metrics import Metrics
 from python_backends.triton_io import metric_family
@@ -113,7 +113,6 @@ def test_what_drafts_gained_is_counted_for_engines_that_draft(triton):
 
 
 def test_an_engine_without_drafts_has_no_series_of_theirs(metrics, triton):
-    metrics.drafted(3, 2)
     metrics.show(load())
     assert not [name for name in triton.families if "speculative" in name]
 

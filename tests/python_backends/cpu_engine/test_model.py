@@ -15,9 +15,8 @@ from contract.errors import EngineFailed, from_text
 from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
 from python_backends.cpu_engine.model import ResponseSink, TritonPythonModel
 from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.request_tensors import StreamOptions
+from python_backends.ensemble.token_increment import StreamEvent, TokenIncrement
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
 EVERY_OUTPUT = [tensor.name for tensor in ENGINE_OUTPUTS]
@@ -377,7 +376,7 @@ def test_an_engine_folder_that_cannot_be_loaded_fails_at_once_and_says_why(trito
     (broken / "openvino_model.bin").unlink()
     monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(broken))
     monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
-    monkeypatch.setattr("python_backends.cpu_engine.worker_starts._PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("python_backends.cpu_engine.engine._PAUSES_S", (0.0, 0.0))
     with pytest.raises(EngineFailed, match="the engine process does not load .*/broken; see the lines above"):
         TritonPythonModel().initialize({"model_name": "engine", "model_version": "1"})
     reasons = [message for level, message in triton.log if level == "error"]

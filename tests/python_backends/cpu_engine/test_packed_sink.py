@@ -9,9 +9,8 @@ from python_backends.cpu_engine import packed_sink
 from python_backends.cpu_engine.packed_sink import CachedAnswer, PackedSink
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import Streams
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.request_tensors import StreamOptions
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement
 
 OPTIONS = StreamOptions(stream=True, timings=True).to_json()
 SECOND = 1_000_000_000
@@ -128,7 +127,7 @@ def test_a_stop_string_ends_the_stream_at_the_engine(rig, encode):
 
 def test_a_stream_that_cannot_be_decoded_ends_with_one_error(rig, encode, monkeypatch):
     rig.send(*encode("a"), options=OPTIONS)
-    monkeypatch.setattr(rig.streams, "feed", lambda increment: 1 / 0)
+    monkeypatch.setattr(rig.streams, "feed", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # response_senders.py has the engine end the stream
         rig.send(*encode("b"))
     rig.send(*encode("c"))

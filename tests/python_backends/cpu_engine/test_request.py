@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.generation import Guide, SamplingParams
 from contract.tensors import ENGINE_INPUTS
-from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
+from python_backends.adapters import NO_ADAPTERS, AdapterIds
 from python_backends.cpu_engine.request import parse
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.word_list import encode_word_list
+from python_backends.ensemble.request_tensors import StreamOptions, encode_word_list
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import Inputs
 

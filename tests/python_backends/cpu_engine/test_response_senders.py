@@ -10,7 +10,7 @@ from contract.generation import SamplingParams
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.stream import Stream
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import StreamEvent
 
 
 class Sink:

@@ -9,7 +9,7 @@ from contract import manifest as manifests
 from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN
 from python_backends.cpu_engine.step_budget import StepBudget, attended
 from python_backends.ensemble.worker_messages import EndSequence
-from tests.python_backends.cpu_engine.test_partial_blocks import Schedule, sequence, undisturbed
+from tests.python_backends.cpu_engine.test_prefix_cache import Schedule, sequence, undisturbed
 
 
 def fed(step_s, running_s, token_s, attended_s=0.0, noise=0.0, most=512, steps=120):

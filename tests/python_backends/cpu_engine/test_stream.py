@@ -7,8 +7,7 @@ from contract.errors import EngineFailed
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Stream
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TopLogProbs
+from python_backends.ensemble.token_increment import StreamEvent, TopLogProbs
 
 MS = 1_000_000
 

@@ -31,12 +31,12 @@ def log_probs(ids, tmp_path_factory):
 @pytest.mark.parametrize("sizes", [[1] * 10, [10], [3, 4, 1, 2], [200]])
 def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(model, ids, log_probs, sizes):
     prompt = 140  # more than one chunk
-    model.open(1, ids[:prompt], 5, prompt=False)
-    while model.read_prompt(1) is None:
+    scored = model.open(ids[:prompt], 5, prompt=False)
+    while scored.read_prompt() is None:
         pass
     place = prompt
     for size in sizes:
-        chosen, entries = model.score(1, ids[place : place + size].tolist())
+        chosen, entries = scored.score(ids[place : place + size].tolist())
         assert len(chosen) == len(entries) == size
         for entry, value, id, expected in zip(entries, chosen, ids[place:], log_probs[place - 1 :], strict=False):
             best = np.argsort(-expected)[:5]
@@ -44,7 +44,6 @@ def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(
             np.testing.assert_allclose(entry.log_probs, expected[best], atol=1e-3)
             np.testing.assert_allclose(value, expected[id], atol=1e-3)
         place += size
-    model.close(1)
 
 
 @pytest.mark.slow
@@ -52,9 +51,9 @@ def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(
 def test_a_prompts_ids_have_log_probabilities_chunk_by_chunk_and_so_have_those_after_it(
     model, ids, log_probs, prompt, k
 ):
-    model.open(3, ids[:prompt], k, prompt=True)
+    scored = model.open(ids[:prompt], k, prompt=True)
     chunks = 1
-    while (scores := model.read_prompt(3)) is None:
+    while (scores := scored.read_prompt()) is None:
         chunks += 1
     assert chunks == max(1, -(-(prompt - 1) // CHUNK_TOKENS))
     [none, *chosen], entries = scores
@@ -65,41 +64,23 @@ def test_a_prompts_ids_have_log_probabilities_chunk_by_chunk_and_so_have_those_a
     for entry, expected in zip(entries, log_probs, strict=False):
         assert entry.ids == np.argsort(-expected)[:k].tolist()
         np.testing.assert_allclose(entry.log_probs, expected[entry.ids], atol=1e-3)
-    [after], _ = model.score(3, [int(ids[prompt])])
+    [after], _ = scored.score([int(ids[prompt])])
     np.testing.assert_allclose(after, log_probs[prompt - 1, ids[prompt]], atol=1e-3)
-    model.close(3)
 
 
 @pytest.mark.slow
 def test_sequences_do_not_share_state(model, ids, log_probs):
-    for id in (1, 2):
-        model.open(id, ids[: 20 + id], 1, prompt=False)
+    opened = {id: model.open(ids[: 20 + id], 1, prompt=False) for id in (1, 2)}
     for id in (2, 1):
-        _, [entry] = model.score(id, ids[20 + id : 21 + id].tolist())
+        _, [entry] = opened[id].score(ids[20 + id : 21 + id].tolist())
         assert entry.ids == [int(log_probs[19 + id].argmax())]
-        model.close(id)
-
-
-@pytest.mark.slow
-def test_a_sequence_without_top_log_probs_compiles_no_model(tiny_engine):
-    model = TopLogProbsModel(tiny_engine / "no such model.xml", {})
-    assert model.score(7, [1, 2]) == ([], [])
-    model.close(7)
-
-
-@pytest.mark.slow
-def test_no_new_ids_are_no_entries(model, ids):
-    model.open(3, ids[:4], 2, prompt=False)
-    assert model.score(3, []) == ([], [])
-    model.close(3)
 
 
 @pytest.mark.slow
 def test_a_prompt_that_is_not_scored_is_read_alone(monkeypatch, model, ids):
     monkeypatch.setattr(top_log_probs, "log_probs", None)
-    model.open(3, ids[:40], 2, prompt=False)
-    assert model.read_prompt(3) is None and model.read_prompt(3) == ([], [])
-    model.close(3)
+    scored = model.open(ids[:40], 2, prompt=False)
+    assert scored.read_prompt() is None and scored.read_prompt() == ([], [])
 
 
 def test_log_probabilities_of_a_large_vocabulary_are_exact():

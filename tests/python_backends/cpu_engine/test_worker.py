@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import Counter
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import numpy as np
 import openvino as ov
@@ -20,16 +21,15 @@ from contract.generation import Guide, SamplingParams
 from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine import top_log_probs
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.cpu_engine.partial_blocks import PartialBlocks
-from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.cpu_engine.prefix_cache import PartialBlocks
 from python_backends.cpu_engine.step_budget import StepBudget
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
-from python_backends.cpu_engine.worker import StepLoop, fold_seed, generation_config
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.cpu_engine.worker import StepLoop, fold_seed, generation_config, open_pipeline
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
 from tests.python_backends.cpu_engine.test_drafting import LIMITS, ready
-from tests.python_backends.cpu_engine.test_partial_blocks import Schedule, sequence, undisturbed
+from tests.python_backends.cpu_engine.test_prefix_cache import Schedule, sequence, undisturbed
 from tests.python_backends.cpu_engine.test_step_budget import OneBlock
 
 pytestmark = pytest.mark.slow
@@ -352,13 +352,17 @@ def test_the_prompts_of_top_log_probs_are_read_a_chunk_in_a_step(triton_types, t
     prompt, sampling = np.arange(240), SamplingParams(top_k=1, top_log_probs=2)
     scored = [AddSequence(id, prompt, 4, sampling, frozenset()) for id in (2, 3)]
     steps = iter([[sequence(1, [5, 6], 60)], scored])
-    schedule, fed, logits = Schedule(lambda schedule: next(steps, None)), Counter(), top_log_probs._Sequence._logits
+    schedule, fed, logits = (
+        Schedule(lambda schedule: next(steps, None)),
+        Counter(),
+        top_log_probs.ScoredSequence._logits,
+    )
 
     def counted(self, feed):
         fed[len(schedule.reports)] += feed.size
         return logits(self, feed)
 
-    monkeypatch.setattr(top_log_probs._Sequence, "_logits", counted)
+    monkeypatch.setattr(top_log_probs.ScoredSequence, "_logits", counted)
     schedule.run(tiny_engine)
     assert 32 <= max(fed.values()) < 44 and sum(fed.values()) >= 2 * prompt.size
     assert schedule.generated[2] == schedule.generated[3] == undisturbed(tiny_engine, prompt, 4)
@@ -368,11 +372,13 @@ def test_the_prompts_of_top_log_probs_are_read_a_chunk_in_a_step(triton_types, t
 def test_the_second_model_reads_no_more_than_eight_sequences_at_once(triton_types, tiny_engine, monkeypatch):
     sampling, prompts = SamplingParams(top_k=1, top_log_probs=1), [np.arange(id, 60 + id) for id in range(12)]
     steps = iter([[AddSequence(id, prompts[id], 20, sampling, frozenset()) for id in range(12)], [EndSequence(0)]])
-    schedule, opened, sizes = Schedule(lambda schedule: next(steps, None)), TopLogProbsModel.open, []
+    schedule, opened, alive, sizes = Schedule(lambda schedule: next(steps, None)), TopLogProbsModel.open, WeakSet(), []
 
     def counted(self, *arguments):
-        opened(self, *arguments)
-        sizes.append(len(self._sequences))
+        scored = opened(self, *arguments)
+        alive.add(scored)
+        sizes.append(len(alive))
+        return scored
 
     monkeypatch.setattr(TopLogProbsModel, "open", counted)
     schedule.run(tiny_engine)
@@ -469,7 +475,11 @@ def test_guided_and_free_sequences_share_a_batch(worker, direct, prompts):
         return "".join(chr(alphabet[token]) for token in ids if token < len(alphabet))
 
     hot = SamplingParams(temperature=3.0)
-    guides = [Guide("regex", "[0-9]{3}-[a-f]{4}"), Guide("ebnf_grammar", 'root ::= "yes" | "no"'), None] * 2
+    guides = [
+        Guide("ebnf_grammar", 'root ::= [0-9]{3} "-" [a-f]{4}'),
+        Guide("ebnf_grammar", 'root ::= "yes" | "no"'),
+        None,
+    ] * 2
     ids = [worker.add(prompts[2], 20, GREEDY if guide is None else hot, guide=guide) for guide in guides]
     results = [worker.result(id) for id in ids]
     for place, pattern in enumerate(["[0-9]{3}-[a-f]{4}", "yes|no"]):
@@ -597,3 +607,35 @@ def test_a_piece_is_read_on_while_a_prompt_that_drafting_admits_is_kept_apart_fr
     with contextlib.suppress(EOFError):
         loop.run()
     assert schedule.generated == {1: [7], 2: [], 3: [7] * 8}
+
+
+# ---- the pipelines of an engine folder -------------------------------------------------------------------------------
+
+
+def steps_to_first_token(engine_dir, manifest, prompt):
+    pipeline = open_pipeline(engine_dir, manifest)
+    config = generation_config(5, SamplingParams(top_k=1), frozenset())
+    handle = pipeline.add_request(0, ov.Tensor(np.array([prompt], np.int64)), config)
+    steps = 0
+    while not handle.can_read():
+        pipeline.step()
+        steps += 1
+    return steps
+
+
+@pytest.fixture
+def manifest(tiny_engine):
+    return manifests.load(tiny_engine)
+
+
+@pytest.mark.slow
+def test_a_long_prompt_is_read_in_pieces_of_max_num_tokens(tiny_engine, manifest):
+    assert manifest.max_num_tokens == 64
+    assert steps_to_first_token(tiny_engine, manifest, range(200)) == 4
+
+
+def test_without_chunked_context_a_prompt_is_read_in_one_step_or_not_at_all(tiny_engine, manifest):
+    whole = dataclasses.replace(manifest, recipe=manifest.recipe | {"chunked_context": False})
+    assert steps_to_first_token(tiny_engine, whole, range(60)) == 1
+    with pytest.raises(RuntimeError):
+        steps_to_first_token(tiny_engine, whole, range(200))

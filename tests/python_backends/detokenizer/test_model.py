@@ -1,7 +1,9 @@
 """The Triton model ``detokenizer`` as a whole, in front of an engine of ours."""
 
 import dataclasses
+import queue
 import threading
+import types
 import uuid
 
 import numpy as np
@@ -11,11 +13,11 @@ import tokenizers
 from contract import manifest, packed_delta, step_model
 from contract.generation import FinishReason, Timings, TokenDelta, Usage
 from python_backends.detokenizer import model as model_module
-from python_backends.detokenizer.model import PackedModel, TritonPythonModel
+from python_backends.detokenizer.model import InBandStreams, PackedModel, TritonPythonModel
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.request_tensors import StreamOptions
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement
+from python_backends.triton_io import Inputs
 from tests.contract.test_step_model import SOME
 
 EPOCH = 77
@@ -62,15 +64,8 @@ def engine(model):
 @pytest.fixture
 def clock(monkeypatch):
     """The detokenizer's clock, moved by hand: ``clock.now_ns``."""
-
-    class Clock:
-        now_ns = 10**12
-
-        def monotonic_ns(self):
-            return self.now_ns
-
-    clock = Clock()
-    monkeypatch.setattr(model_module, "time", clock)
+    clock = types.SimpleNamespace(now_ns=10**12)
+    monkeypatch.setattr(model_module.time, "monotonic_ns", lambda: clock.now_ns)
     return clock
 
 
@@ -319,3 +314,32 @@ def test_the_packed_model_says_all_in_one_output_and_always_responds(triton, eng
     ids = (half, other_half)
     assert delta(last) == TokenDelta("é", ids, (-1.0, -2.0), FinishReason.LENGTH, usage=usage, timings=timings)
     assert delta(failed).finish_reason is FinishReason.ERROR and "the detokenizer failed" in delta(failed).error
+
+
+STATE = StreamState(11, 22, StreamEvent.RUNNING, num_input_tokens=3)
+
+
+@pytest.fixture
+def in_band():
+    name = f"trident-test-{uuid.uuid4()}"
+    streams = InBandStreams(name)
+    yield streams, name
+    streams.close()
+
+
+def test_the_engines_tensor_becomes_the_increment_that_it_was(in_band, triton):
+    sent = TokenIncrement(STATE, [5, 6], options="options")
+    request = triton.incoming({"stream_state": ("INT64", sent.to_array())})
+    found = in_band[0].read(request, Inputs(request))
+    assert (found.state, found.token_ids, found.options) == (STATE, [5, 6], "options")
+
+
+def test_stop_and_cancel_are_sent_to_the_engine_and_fail_without_one(in_band):
+    streams, name = in_band
+    assert not streams.stop(STATE) and not streams.cancel(STATE)
+    received = queue.Queue()
+    listener = ControlListener(name, received.put)
+    assert streams.stop(STATE) and streams.cancel(STATE)
+    expected = [ControlMessage(verb, 11, 22) for verb in (Verb.STOP, Verb.CANCEL)]
+    assert [received.get(timeout=60) for _ in expected] == expected
+    listener.close()

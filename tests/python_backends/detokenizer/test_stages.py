@@ -55,5 +55,5 @@ def test_a_token_of_the_byte_alphabet_stands_for_its_bytes(token, spelled):
 
 
 def test_the_first_token_alone_is_told_apart():
-    each = stages.EachInTurn(stages.EachFirst(lambda tokens: "".join(tokens).upper() if tokens[0] else tokens[1]))
+    each = stages.EachInTurn(stages.metaspace(lambda tokens: "".join(tokens).upper() if tokens[0] else tokens[1]))
     assert each.feed(["a", "b"]) + each.feed(["c"]) + each.finish() == ["A", "b", "c"]

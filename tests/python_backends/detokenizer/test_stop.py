@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_backends.detokenizer.stop import StopMatcher, StopStrings
+from python_backends.detokenizer.decoding import Decoding
+from python_backends.detokenizer.stop import StopMatcher, StopStrings, TextStream
+from tests.fakes.tokenizer_families import FAMILIES, TEXTS
+from tests.python_backends.detokenizer.test_decoding import DECODINGS, id_chunks, joined
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
@@ -77,19 +80,6 @@ def test_exactly_the_text_that_may_become_part_of_a_match_is_held_back(
         assert given_out == seen[: len(seen) - held]
 
 
-@given(text_and_stops=TEXTS_AND_STOPS, cuts=CUTS, before=st.text(alphabet="ab\n€</s>", max_size=8))
-def test_text_from_before_arming_is_never_part_of_a_match(
-    text_and_stops: tuple[str, list[str]], cuts: list[int], before: str
-) -> None:
-    text, stops = text_and_stops
-    alone, behind = StopMatcher(StopStrings(stops)), StopMatcher(StopStrings(stops), armed=False)
-    assert "".join(behind.feed(piece) for piece in pieces(before, cuts)) == before
-    behind.arm()
-    for piece in pieces(text, cuts):
-        assert behind.feed(piece) == alone.feed(piece)
-    assert (behind.finish(), behind.stop) == (alone.finish(), alone.stop)
-
-
 @pytest.mark.parametrize(
     ("stops", "fed", "given_out", "stop"),
     [
@@ -153,3 +143,184 @@ def test_compiling_takes_work_in_proportion_to_the_characters() -> None:
         return lambda: StopStrings([f"{number:04}" + "ab" * 5 for number in range(count)])
 
     assert lines_run(compiled(2000)) <= 2.2 * lines_run(compiled(1000))
+
+
+# ---- ids and stop strings together: text, the id that ends it, and the stop string -----------------------------------
+
+
+# Strip at the end and a decoder per token behind the byte runs say what they held a token later.
+AT_ONCE = sorted(set(FAMILIES) - {"sentencepiece_bpe_with_strip_both", "unigram_with_byte_fallback"})
+
+
+def followed(stream: TextStream, chunks: list[list[int]]) -> tuple[str, int, str | None]:
+    increments = [stream.feed(chunk) for chunk in chunks]
+    text = "".join(text for text, _ in increments) + stream.finish()
+    return text, sum(consumed for _, consumed in increments), stream.stop
+
+
+def stop_strings(draw: st.DrawFn, text: str) -> list[str]:
+    """Parts of the text and strings that may not occur in it. None has a U+FFFD, which an incomplete character is
+    for the library and nothing is for us."""
+    places = draw(st.lists(st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 5)), max_size=3))
+    parts = [text[start : start + size] for start, size in places] + draw(st.sampled_from([[], ["\n"], ["zz", "the"]]))
+    return [part for part in parts if part and "\ufffd" not in part]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data(), include_stop=st.booleans())
+def test_the_text_is_the_library_s_up_to_the_first_match(family: str, data: st.DataObject, include_stop: bool) -> None:
+    tokenizer = FAMILIES[family]()
+    chunks = data.draw(id_chunks(tokenizer).filter(lambda chunks: any(chunks)))
+    # Where the ids stop is part of the text, so it is read off the ids consumed.
+    text, _ = TextStream(DECODINGS[family], StopStrings()).feed(joined(chunks))
+    stops = stop_strings(data.draw, text)
+    given_out, consumed, stop = followed(
+        TextStream(DECODINGS[family], StopStrings(stops), include_stop=include_stop), chunks
+    )
+    whole = DECODINGS[family].open()
+    read = whole.feed(joined(chunks)[:consumed]) + whole.finish()
+    match = first_match(read, stops)
+    if stop is None:
+        assert (given_out, consumed, match) == (read, len(joined(chunks)), None)
+    else:
+        start, end = match
+        assert (given_out, stop) == (read[: end if include_stop else start], read[start:end])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", AT_ONCE)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_the_stop_is_at_the_first_id_whose_text_has_the_stop_string(family: str, data: st.DataObject) -> None:
+    tokenizer = FAMILIES[family]()
+    chunks = data.draw(id_chunks(tokenizer))
+    ids = joined(chunks)[:40]
+    stops = stop_strings(data.draw, tokenizer.decode(ids))
+    _, consumed, stop = followed(TextStream(DECODINGS[family], StopStrings(stops)), [ids])
+    for count in range(1, len(ids) + 1):
+        match = first_match(tokenizer.decode(ids[:count]), stops)
+        if match is not None:
+            start, end = match
+            assert (consumed, stop) == (count, tokenizer.decode(ids[:count])[start:end])
+            return
+    assert (consumed, stop) == (len(ids), None)
+
+
+@pytest.mark.parametrize("family", AT_ONCE)
+@given(data=st.data(), cut=st.integers(0, 30))
+def test_stops_are_looked_for_only_behind_the_ids_fed_before_arming(family: str, data: st.DataObject, cut: int) -> None:
+    tokenizer = FAMILIES[family]()
+    ids = joined(data.draw(id_chunks(tokenizer)))[:40]
+    before = tokenizer.decode(ids[:cut])
+    stops = stop_strings(data.draw, tokenizer.decode(ids))
+    stream = TextStream(DECODINGS[family], StopStrings(stops), armed=False)
+    text, consumed = stream.feed(ids[:cut])
+    stream.arm()
+    for token_id in ids[cut:]:
+        added, used = stream.feed([token_id])
+        text, consumed = text + added, consumed + used
+    text, stop = text + stream.finish(), stream.stop
+    for count in range(cut + 1, len(ids) + 1):
+        so_far = tokenizer.decode(ids[:count])
+        if not so_far.startswith(before):
+            return  # a run of bytes from before turned out broken: what is before and what is behind is moot
+        match = first_match(so_far[len(before) :], stops)
+        if match is not None:
+            start, end = match
+            assert (text, consumed) == (so_far[: len(before) + start], count)
+            assert stop == so_far[len(before) :][start:end]
+            return
+    assert (text, consumed, stop) == (tokenizer.decode(ids), len(ids), None)
+
+
+def byte_fallback() -> tuple[Decoding, dict[str, int]]:
+    tokenizer = FAMILIES["sentencepiece_bpe"]()
+    return DECODINGS["sentencepiece_bpe"], tokenizer.get_vocab()
+
+
+def test_a_newline_that_is_a_byte_token_stops_with_that_token() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n"]))
+    ids = [vocab["▁"], vocab["e"], vocab["<0x0A>"], vocab["e"]]
+    assert (stream.feed(ids), stream.stop) == (("e", 3), "\n")
+    assert (stream.feed(ids), stream.stop) == (("", 0), "\n")
+    assert (stream.finish(), stream.stop) == ("", "\n")
+
+
+def test_a_stop_string_across_a_run_of_bytes_and_the_text_before_it() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["e€"]))
+    assert (stream.feed([vocab["▁"], vocab["h"], vocab["e"]]), stream.stop) == (("h", 3), None)
+    assert (stream.feed([vocab["<0xE2>"], vocab["<0x82>"]]), stream.stop) == (("", 2), None)
+    assert (stream.feed([vocab["<0xAC>"], vocab["<0xFF>"]]), stream.stop) == (("", 1), "e€")
+
+
+def test_a_draft_that_is_taken_back_gives_no_match() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["€€"]))
+    euro = [vocab["<0xE2>"], vocab["<0x82>"], vocab["<0xAC>"]]
+    assert (stream.feed([*euro, vocab["<0xFF>"]]), stream.stop) == (("\ufffd" * 4, 4), None)
+    assert (stream.feed([vocab["e"], *euro]), stream.stop) == (("e", 4), None)
+    assert (stream.feed([vocab["e"], *euro, *euro]), stream.stop) == (("€e", 7), "€€")
+
+
+def test_a_newline_from_before_arming_does_not_match_when_it_is_decided_after_it() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n", "\ne"]), armed=False)
+    assert (stream.feed([vocab["e"], vocab["<0x0A>"]]), stream.stop) == (("e", 2), None)
+    stream.arm()
+    assert (stream.feed([vocab["e"]]), stream.stop) == (("\ne", 1), None)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), "\n")
+
+
+def test_a_run_begun_before_arming_stops_with_its_next_character() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), None)
+    stream.arm()
+    assert (stream.feed([vocab["<0x41>"], vocab["<0x0A>"], vocab["e"]]), stream.stop) == (("\nA", 2), "\n")
+
+
+def test_a_run_begun_before_arming_is_still_held_until_it_is_decided() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), None)
+    stream.arm()
+    assert (stream.feed([vocab["<0x41>"]]), stream.stop) == (("", 1), None)
+    assert (stream.feed([vocab["<0xFF>"]]), stream.stop) == (("\ufffd" * 3, 1), None)
+
+
+def test_the_run_after_the_one_in_which_the_stream_was_armed_is_looked_at_in_full() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
+    stream.feed([vocab["e"], vocab["<0x41>"]])
+    stream.arm()
+    assert (stream.feed([vocab["e"], vocab["<0x0A>"]]), stream.stop) == (("Ae", 2), "\n")
+
+
+def test_an_incomplete_character_is_not_taken_for_the_replacement_character() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\ufffd"]))
+    assert (stream.feed([vocab["<0xC3>"], vocab["<0xA9>"], vocab["e"]]), stream.stop) == (("ée", 3), None)
+    assert (stream.feed([vocab["<0xC3>"]]), stream.stop) == (("", 1), None)
+    assert (stream.finish(), stream.stop) == ("", "\ufffd")
+
+
+def test_a_skipped_or_unknown_id_is_consumed_and_adds_nothing() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["</s>"]))
+    assert (stream.feed([vocab["<s>"], vocab["e"], 10**6, vocab["</s>"]]), stream.stop) == (("e", 4), None)
+    kept = TextStream(decoding, StopStrings(["</s>"]), skip_special_tokens=False, include_stop=True)
+    assert (kept.feed([vocab["e"], vocab["</s>"], vocab["e"]]), kept.stop) == (("e</s>", 2), "</s>")
+
+
+def test_without_stop_strings_a_chunk_is_decoded_at_once_and_finish_gives_the_rest() -> None:
+    tokenizer = FAMILIES["byte_level_bpe"]()
+    ids = tokenizer.encode(TEXTS[12], add_special_tokens=False).ids
+    stream = TextStream(DECODINGS["byte_level_bpe"], StopStrings())
+    assert (stream.feed(ids), stream.stop) == ((TEXTS[12], len(ids)), None)
+    broken = tokenizer.encode("é", add_special_tokens=False).ids
+    stream = TextStream(DECODINGS["byte_level_bpe"], StopStrings())
+    cut = tokenizer.decode(broken[:1])
+    assert stream.feed(broken[:1]) == ("", 1)
+    assert stream.finish() == cut

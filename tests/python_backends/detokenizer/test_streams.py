@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from contract.generation import FinishReason
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import Streams
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.ensemble.request_tensors import StreamOptions
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement
 from tests.fakes import tokenizer_families
 
 FAMILIES = ("byte_level_bpe", "sentencepiece_bpe", "metaspace_first")
@@ -43,9 +42,15 @@ class Reader:
             error=error,
         )
         self.options = ""
-        text = self.streams.feed(increment)
-        self.increments += [text] if text else []
-        return text
+        return self.receive(increment)
+
+    def receive(self, increment):
+        decoded = self.streams.feed(increment)
+        if decoded is None:
+            return None
+        delta, self.cum_log_prob = decoded
+        self.increments.append(delta)
+        return delta
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -80,8 +85,8 @@ def test_however_a_stream_is_cut_its_increments_are_the_whole_text_and_every_id_
     last = reader.feed(event=StreamEvent.LENGTH)
     assert reader.text == reader.tokenizer.decode(ids, skip_special_tokens=True)
     assert reader.ids == ids and reader.log_probs == [-float(n) for n in ids]
-    assert last.finish_reason is FinishReason.LENGTH and last.num_output_tokens == len(ids)
-    assert last.cum_log_prob == pytest.approx(-float(sum(ids)))
+    assert last.finish_reason is FinishReason.LENGTH and last.usage.output_tokens == len(ids)
+    assert reader.cum_log_prob == pytest.approx(-float(sum(ids)))
     assert all(text.finish_reason is None for text in reader.increments[:-1])
     assert all(text.text for text in reader.increments[:-1])  # half a character waits with its ids
     assert stream or len(reader.increments) == 1
@@ -136,7 +141,7 @@ def test_a_stop_string_ends_the_text_wherever_it_is_cut(family, sizes, include_s
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "jumps over")
     count = next(n for n in range(len(ids) + 1) if "jumps over" in reader.tokenizer.decode(ids[:n]))
     assert reader.ids == ids[:count] and reader.log_probs == [-float(n) for n in ids[:count]]
-    assert last.num_output_tokens == count and reader.stops == [1]
+    assert last.usage.output_tokens == count and reader.stops == [1]
 
 
 def test_an_engine_that_could_not_be_told_is_told_again_with_every_chunk_until_it_hears():
@@ -194,12 +199,12 @@ def test_a_stop_id_of_the_callers_ends_the_text_and_is_not_part_of_it_but_counts
     reader.feed(*reader.encode("fox"), 7, event=StreamEvent.STOP, stop_id=7)
     last = reader.increments[-1]
     assert reader.text == "fox" and 7 not in reader.ids and len(reader.log_probs) == len(reader.ids)
-    assert (last.finish_reason, last.stop_reason, last.num_output_tokens) == (
+    assert (last.finish_reason, last.stop_reason, last.usage.output_tokens) == (
         FinishReason.STOP,
         "7",
         len(reader.ids) + 1,
     )
-    assert last.cum_log_prob == pytest.approx(sum(reader.log_probs))
+    assert reader.cum_log_prob == pytest.approx(sum(reader.log_probs))
 
 
 def test_the_same_id_in_the_middle_is_part_of_the_text():
@@ -222,9 +227,9 @@ def test_an_echoed_prompt_is_text_but_neither_counted_nor_searched_nor_given_log
     last = reader.feed(event=StreamEvent.LENGTH)
     assert reader.text == reader.tokenizer.decode(prompt + generated)[: -len("fox")]
     assert reader.ids == prompt + generated and reader.log_probs == [-float(n) for n in generated]
-    assert last.num_output_tokens == len(generated) and last.stop_reason == "fox"
-    assert [increment.echoed_ids for increment in reader.increments if increment.echoed_ids] == [len(prompt)]
-    assert reader.increments[0].echoed_ids
+    assert last.usage.output_tokens == len(generated) and last.stop_reason == "fox"
+    assert [increment.prompt_ids for increment in reader.increments if increment.prompt_ids] == [len(prompt)]
+    assert reader.increments[0].prompt_ids
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.lists(st.integers(1, 300), max_size=9), st.booleans())
@@ -235,13 +240,13 @@ def test_an_echoed_prompts_own_log_probs_stay_with_its_ids_and_out_of_the_sum(pr
     last = reader.feed(*ids[len(prompt) + 1 :], event=StreamEvent.LENGTH, top=[([7], [-1.0])] * (len(generated) - 1))
     assert reader.ids == ids and reader.log_probs == [-float(token) for token in ids]
     assert sum(len(text.top_log_probs) for text in reader.increments) == len(ids)
-    assert last.cum_log_prob == pytest.approx(-sum(generated)) and last.num_output_tokens == len(generated)
+    assert reader.cum_log_prob == pytest.approx(-sum(generated)) and last.usage.output_tokens == len(generated)
 
 
 def test_an_echo_without_output_has_no_output_tokens():
     reader = Reader(echo=True, prompt=2)
     last = reader.feed(5, 6, event=StreamEvent.CANCELLED, log_probs=[])
-    assert (reader.ids, last.num_output_tokens) == ([5, 6], 0)
+    assert (reader.ids, last.usage.output_tokens) == ([5, 6], 0)
 
 
 # ---- continued streams ----------------------------------------------------------------------------------------------
@@ -291,15 +296,14 @@ def test_wherever_a_stream_is_cut_its_two_parts_are_the_whole(family, text, more
         so_far = -float(sum(ids[: place + 1]))
         increment = TokenIncrement(state, [ids[place]], [-float(ids[place])], (), so_far, 0, rest.options)
         rest.options = ""
-        added = rest.streams.feed(increment)
-        rest.increments += [added] if added else []
+        rest.receive(increment)
     end = rest.feed(event=StreamEvent.LENGTH)
     assert told + rest.text == whole.text
     assert received + rest.ids == whole.ids[len(prompt) :]
     assert (end.finish_reason, end.stop_reason) == (last.finish_reason, last.stop_reason)
-    assert end.num_output_tokens == last.num_output_tokens
+    assert end.usage.output_tokens == last.usage.output_tokens
     if rest.ids:
-        assert end.cum_log_prob == pytest.approx(last.cum_log_prob)
+        assert rest.cum_log_prob == pytest.approx(whole.cum_log_prob)
 
 
 # ---- log probabilities ----------------------------------------------------------------------------------------------
@@ -313,7 +317,7 @@ def test_likeliest_ids_stay_with_the_ids_they_belong_to():
         reader.feed(token, top=[tops[token]])
     reader.feed(event=StreamEvent.STOP)
     for text in reader.increments:
-        assert list(text.top_log_probs) == [tops[token] for token in text.token_ids]
+        assert text.top_log_probs == tuple(tuple(zip(*tops[token], strict=True)) for token in text.token_ids)
         assert list(text.log_probs) == [-float(token) for token in text.token_ids]
 
 

@@ -1,10 +1,14 @@
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import Cancelled, PromptTooLong, Unavailable, from_text
-from python_backends.encoder.model import TritonPythonModel
+from python_backends.encoder.model import EncoderMetrics, TritonPythonModel
+from python_backends.metrics import Metrics
+from python_backends.triton_io import metric_family
 from tests.fakes.tiny_encoders import WORDS
 
 pytestmark = pytest.mark.slow  # builds engines
@@ -99,3 +103,25 @@ def test_what_else_is_in_the_batch_changes_nothing(encoder_engine, triton_types,
             assert np.abs(tensors(alone)["embedding"] - vector).max() < 1e-5
     finally:
         model.finalize()
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+LABELS = {"model": "encoder", "version": "1"}
+
+
+def test_routers_and_drains_read_load_and_progress_in_the_families_they_know(triton):
+    metrics = EncoderMetrics(Metrics(metric_family), "encoder", "1", 64)
+    assert triton.metric_value("nv_trt_llm_request_metrics", **LABELS, request_type="max") == 64
+    metrics.began(3)
+    assert triton.metric_value("nv_trt_llm_request_metrics", **LABELS, request_type="scheduled") == 3
+    metrics.passed(3, 48)
+    metrics.done(20)
+    metrics.refused(PromptTooLong("text_input[0]", "must be shorter"))
+    metrics.ended(time.monotonic())
+    assert triton.metric_value("nv_trt_llm_request_metrics", **LABELS, request_type="scheduled") == 0
+    assert triton.metric_value("nv_trt_llm_general_metrics", **LABELS, general_type="iteration_counter") == 1
+    assert triton.metric_value("trident_input_tokens_total", **LABELS) == 20
+    assert triton.metric_value("trident_encoder_padded_tokens_total", **LABELS) == 48
+    assert triton.metric_value("trident_errors_total", **LABELS, error_type="PromptTooLong") == 1

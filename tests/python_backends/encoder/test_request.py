@@ -62,7 +62,7 @@ def test_a_prompt_stands_before_the_text_and_the_models_own_before_a_pair(read):
             "text_pair: must have one entry for each",
         ),
         ({"input_ids": [[1]], "text_pair": [["a"]]}, "text_pair: must be left out with input_ids"),
-        ({"input_ids": [[5, -1, 6]]}, r"input_ids\[0\]: must hold token ids from 0 to 63, got -1"),
+        ({"input_ids": [[5, -1, 6]]}, r"input_ids\[0\]: must hold ids from 0 to 63, got -1"),
         ({"input_ids": [[-1]]}, r"input_ids\[0\]: must hold at least one"),
         ({"text_input": [["a"], [b"\xff"]]}, r"text_input\[1\]: must be UTF-8"),
         ({"text_input": [["a"], ["a"]], "text_pair": [["a"], ["\0"]]}, r"text_pair\[1\]: must hold no NUL"),

@@ -1,9 +1,26 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
+from python_backends.ensemble.token_increment import StreamEvent, StreamState, TokenIncrement, TopLogProbs
+
+
+def test_exactly_the_four_ends_are_last():
+    assert {event for event in StreamEvent if event.last} == {
+        StreamEvent.STOP,
+        StreamEvent.LENGTH,
+        StreamEvent.CANCELLED,
+        StreamEvent.ERROR,
+    }
+
+
+@pytest.mark.parametrize("event", [-1, 6, 99])
+def test_an_unknown_event_is_not_taken_for_one_of_ours(event):
+    array = TokenIncrement(StreamState(1, 2, StreamEvent.RUNNING), []).to_array()
+    array[0, 2] = event
+    with pytest.raises(ValueError, match="is not a valid StreamEvent"):
+        TokenIncrement.from_array(array)
 
 
 def test_what_an_engine_does_not_send_is_empty():

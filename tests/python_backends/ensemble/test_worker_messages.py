@@ -3,8 +3,7 @@ import pickle
 import numpy as np
 
 from contract.generation import SamplingParams
-from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.token_increment import TopLogProbs
+from python_backends.ensemble.token_increment import StreamEvent, TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepOutput, StepReport
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import queue
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 from contract.errors import InvalidArgument, Overloaded, Unavailable
 from contract.generation import Guide
 from python_backends.grammar import checker as checker_module
-from python_backends.grammar.checker import GrammarChecker
+from python_backends.grammar.checker import GrammarChecker, costly
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +225,11 @@ def test_after_close_it_refuses(tiny_engine):
     assert isinstance(came.get(timeout=60), Unavailable | Guide)
     with pytest.raises(Unavailable):
         checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
+
+
+# ---- what the compiler's process sends back --------------------------------------------------------------------------
+
+
+def test_a_refusal_for_its_cost_is_checked_again_after_a_minute_also_in_another_process():
+    refused = pickle.loads(pickle.dumps(costly("must not hold up other requests")))
+    assert str(refused) == "guided_decoding_guide: must not hold up other requests" and refused.retry_after_s == 60.0

@@ -9,7 +9,7 @@ import pytest
 
 from contract.generation import Guide
 from python_backends.ensemble.worker_messages import Ready
-from python_backends.grammar.messages import Check
+from python_backends.grammar.checker import Check
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.grammar.ebnf import NEVER, Grammar, Text, TooManyRules, choice, row
+from python_backends.grammar.ebnf import NEVER, Grammar, TooManyRules, choice, row
 from python_backends.grammar.languages import both, characters, complement, repeat, word
 from python_backends.grammar.patterns import search, whole
 from tests.fakes.grammar_matcher import Matcher
@@ -14,7 +14,7 @@ from tests.fakes.grammar_matcher import Matcher
 def test_repetitions_have_their_lengths(least, more, block):
     grammar = Grammar()
     most = None if more is None else least + more
-    matcher = Matcher(grammar.write(row("<", grammar.repeated(Text("a"), least, most, block), ">")))
+    matcher = Matcher(grammar.write(row("<", grammar.repeated("a", least, most, block), ">")))
     for count in {0, least - 1, least, least + 1, least + (more or 90), least + (more or 90) + 1} - {-1}:
         assert matcher.matches(f"<{'a' * count}>") == (count >= least and (most is None or count <= most)), count
 
@@ -40,7 +40,7 @@ def test_what_matches_no_finite_text_is_left_out():
     endless = grammar.reserve("r")
     grammar.define(endless, row("a", endless))
     assert grammar.write(endless) == ""
-    text = grammar.write(choice(row("x", endless), row("y", NEVER), Text("z")))
+    text = grammar.write(choice(row("x", endless), row("y", NEVER), "z"))
     assert text == 'root ::= "z"\n'
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from contract.generation import Guide
-from python_backends.grammar.messages import Check
+from python_backends.grammar.checker import Check
 from python_backends.grammar.pipeline import GrammarPipeline
 
 

@@ -1,4 +1,4 @@
-"""Every kind of guide in the library's form."""
+"""Translated guides in the library's form."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from python_backends.grammar.structured_output import structured_output
 
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [("regex", "regex"), ("ebnf_grammar", "grammar"), ("structural_tag", "structural_tags_config")],
+    [("ebnf_grammar", "grammar"), ("structural_tag", "structural_tags_config")],
 )
 def test_the_text_goes_under_the_librarys_name(kind, field):
     config = structured_output(Guide(kind, "x"))

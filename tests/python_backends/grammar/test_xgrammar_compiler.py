@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from contract.generation import Guide
-from python_backends.grammar.messages import TOKENIZER_INFO, Check
+from python_backends.grammar.checker import TOKENIZER_INFO, Check
 from python_backends.grammar.vocabulary import tokenizer_info
 from python_backends.grammar.xgrammar_compiler import XGrammarCompiler
 from tests.fakes import checkpoints

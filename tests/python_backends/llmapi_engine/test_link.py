@@ -11,8 +11,8 @@ import pytest
 
 from contract.generation import Guide, SamplingParams
 from contract.manifest import Adapter, EngineManifest
-from python_backends.adapter_ids import AdapterIds
-from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.adapters import AdapterIds
+from python_backends.ensemble.token_increment import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.llmapi_engine import generation
 from python_backends.llmapi_engine.link import LlmLink

@@ -16,8 +16,7 @@ from contract.backend_settings import Settings
 from contract.errors import InvalidArgument, PromptTooLong, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
 from python_backends.ensemble.metadata_channel import MetadataListener
-from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.word_list import decode_word_list
+from python_backends.ensemble.request_tensors import StreamOptions, decode_word_list
 from python_backends.tokenizer.model import TritonPythonModel
 from tests.fakes import tokenizer_families
 
@@ -320,7 +319,7 @@ def test_a_fault_of_ours_is_one_requests_well_formed_error(triton, model, monkey
     first, second = model.execute([Broken(), request(triton, text_input="a")])
     assert "EngineFailed: the tokenizer could not read the request: RuntimeError" in first.error().message()
     assert not second.has_error()
-    monkeypatch.setattr(model, "_end_ids", lambda prompt: 1 / 0 if prompt.prompt == "a" else ())
+    monkeypatch.setattr(model, "_engine_streams", lambda prompt: 1 / 0 if prompt.prompt == "a" else True)
     first, second = model.execute([request(triton, text_input="a"), request(triton, text_input="b")])
     assert "EngineFailed: the tokenizer failed: ZeroDivisionError" in first.error().message()
     assert not second.has_error()

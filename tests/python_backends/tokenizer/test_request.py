@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
-from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
-from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.adapters import NO_ADAPTERS, AdapterIds
+from python_backends.ensemble.request_tensors import StreamOptions
 from python_backends.limits import EngineLimits
 from python_backends.tokenizer.request import parse
 from python_backends.triton_io import Inputs

@@ -4,7 +4,63 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
-from python_backends.ensemble.word_list import decode_word_list, encode_word_list
+from contract.generation import Guide
+from python_backends.ensemble.request_tensors import StreamOptions, decode_word_list, encode_word_list, read_guide
+from python_backends.triton_io import Inputs
+
+options = st.builds(
+    StreamOptions,
+    stream=st.booleans(),
+    echo=st.booleans(),
+    stop=st.lists(st.text(max_size=20)).map(tuple),
+    include_stop=st.booleans(),
+    hidden_ids=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
+    skip_special_tokens=st.booleans(),
+    min_tokens=st.integers(0, 2**31 - 1),
+    timings=st.booleans(),
+)
+
+
+@given(options)
+def test_options_survive_their_json(options):
+    assert StreamOptions.from_json(options.to_json()) == options
+
+
+def test_an_engine_asked_directly_sends_no_options_and_gets_the_neutral_ones():
+    assert StreamOptions.from_json("") == StreamOptions()
+
+
+# ---- guides ----------------------------------------------------------------------------------------------------------
+
+
+def inputs(triton, kind="", text=""):
+    given = {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
+    return Inputs(triton.incoming({name: ("BYTES", [[value]]) for name, value in given.items() if value}))
+
+
+def test_a_guide_is_read_and_may_be_absent(triton):
+    assert read_guide(inputs(triton, "regex", "[0-9]"), 0, True) == Guide("regex", "[0-9]")
+    assert read_guide(inputs(triton), 3, False) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "min_tokens", "ends", "field"),
+    [
+        (("", "{}"), 0, True, "guided_decoding_guide_type"),
+        (("yaml", "{}"), 0, True, "guided_decoding_guide_type"),
+        (("regex", ""), 0, True, "guided_decoding_guide"),
+        (("json", ""), 1, True, "min_tokens"),
+        (("json", ""), 0, False, "ignore_eos"),
+    ],
+)
+def test_what_contradicts_it_is_refused_by_name(triton, given, min_tokens, ends, field):
+    with pytest.raises(InvalidArgument) as caught:
+        read_guide(inputs(triton, *given), min_tokens, ends)
+    assert caught.value.field == field
+
+
+# ---- word lists ------------------------------------------------------------------------------------------------------
+
 
 ids = st.integers(0, 2**31 - 1)
 words = st.lists(st.lists(ids, min_size=1, max_size=5).map(tuple), max_size=10)

@@ -1,6 +1,7 @@
-"""How an engine with LoRA adapters is told which one a prompt uses: by the id of the prompt's first token.
+"""The LoRA adapters of an engine: how it is told which one a prompt uses, and their weights for TensorRT-LLM.
 
-With V tokens and N adapters (numbered from 1; 0 is none) the first token t of a prompt under adapter n is
+The id of the prompt's first token tells it. With V tokens and N adapters (numbered from 1; 0 is none) the first token t
+of a prompt under adapter n is
 
     V + n - 1          where t is the engine's ``first_token_id``, with which chats, or all prompts, begin
     n * (V + N) + t    otherwise
@@ -12,11 +13,15 @@ below the logits' V + N entries, which penalties on the prompt's ids need.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from contract.errors import InvalidArgument
 from contract.manifest import EngineManifest
+
+WEIGHTS_FILE, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
+BF16 = np.dtype("V2")  # as TensorRT-LLM stores bfloat16 in .npy files, since numpy has no such type
 
 
 @dataclass(frozen=True)
@@ -33,25 +38,17 @@ class AdapterIds:
         first_token_id = manifest.adapter_first_token_id
         return cls(names, manifest.vocab_size, -1 if first_token_id is None else first_token_id)
 
-    def check(self, number: int, field: str = "lora_task_id") -> int:
-        """Return ``number``.
-
-        Raises:
-            InvalidArgument: the engine has no such adapter.
-        """
+    def check(self, number: int) -> int:
+        """Return ``number``. Raises InvalidArgument: the engine has no such adapter."""
         if 0 <= number <= len(self.names):
             return number
-        raise InvalidArgument(field, f"must be {self._allowed(numbers=True)}, got {number}")
+        raise InvalidArgument("lora_task_id", f"must be {self._allowed(numbers=True)}, got {number}")
 
-    def number(self, name: str, field: str = "lora_name") -> int:
-        """Return the number of the adapter ``name``.
-
-        Raises:
-            InvalidArgument: the engine has no such adapter.
-        """
+    def number(self, name: str) -> int:
+        """Return the number of the adapter ``name``. Raises InvalidArgument: the engine has no such adapter."""
         if name in self.names:
             return self.names.index(name) + 1
-        raise InvalidArgument(field, f"must be {self._allowed(numbers=False)}, got {name[:128]!r}")
+        raise InvalidArgument("lora_name", f"must be {self._allowed(numbers=False)}, got {name[:128]!r}")
 
     def name(self, number: int) -> str:
         """Return the adapter's name, empty for none."""
@@ -81,3 +78,16 @@ class AdapterIds:
 
 
 NO_ADAPTERS = AdapterIds((), 1, 0)
+
+
+def adapter_folder(engine_dir: Path, number: int) -> Path:
+    """Return the folder of the adapter ``number``, from 1."""
+    return engine_dir / "adapters" / str(number)
+
+
+def adapter_tensors(engine_dir: Path, number: int) -> dict[str, np.ndarray]:
+    """Return ``lora_weights``, f16 or BF16 [1, matrices, width], and ``lora_config``, int32[1, matrices, 3], which
+    build/package/gpu_adapters.py wrote."""
+    folder = adapter_folder(engine_dir, number)
+    weights = np.load(folder / WEIGHTS_FILE, mmap_mode="c")  # DLPack takes nothing that is read-only
+    return {"lora_weights": weights, "lora_config": np.load(folder / CONFIG_FILE)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
 from contract.manifest import Adapter
-from python_backends.adapter_ids import AdapterIds
+from python_backends.adapters import BF16, CONFIG_FILE, WEIGHTS_FILE, AdapterIds, adapter_folder, adapter_tensors
 from tests.fakes.manifests import DIGEST, manifest
 
 TWO = AdapterIds(("poet", "lawyer"), 100, 7)
@@ -57,3 +57,20 @@ def test_it_is_read_from_the_manifest():
     made = manifest(adapters=(Adapter("poet", DIGEST, 8),), adapter_first_token_id=3)
     assert AdapterIds.from_manifest(made) == AdapterIds(("poet",), 4096, 3)
     assert AdapterIds.from_manifest(manifest()).names == ()
+
+
+# ---- weights for TensorRT-LLM ----------------------------------------------------------------------------------------
+
+
+def test_the_tensors_of_an_adapter_are_those_of_its_number(tmp_path):
+    for number in (1, 2):
+        folder = adapter_folder(tmp_path, number)
+        folder.mkdir(parents=True)
+        np.save(folder / WEIGHTS_FILE, np.full((1, 3, 4), number, np.uint16).view(BF16))
+        np.save(folder / CONFIG_FILE, np.full((1, 3, 3), number, np.int32))
+    tensors = adapter_tensors(tmp_path, 2)
+    assert tensors["lora_weights"].dtype == BF16 and tensors["lora_weights"].flags.writeable
+    assert tensors["lora_weights"].view(np.uint16).tolist() == np.full((1, 3, 4), 2).tolist()
+    assert tensors["lora_config"].tolist() == np.full((1, 3, 3), 2).tolist()
+    with pytest.raises(FileNotFoundError):
+        adapter_tensors(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""Tell which prompts OpenVINO GenAI's prefix cache would mix up or read in part (2026.4.1).
+"""OpenVINO GenAI's prefix cache (2026.4.1): what it holds of a prompt, and which it would mix up or read in part.
 
 The cache has the last block of a text even if it is only partly filled: of an ended text, of a prompt, and of what a
 running sequence has computed so far. Two different prompts that begin with all ids of such a text are both given that
@@ -13,13 +13,55 @@ cancelled then, every later prompt that begins with these ids finds a block that
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from contract.scheduling import BLOCK_TOKENS
 
 _TEXTS_PER_BLOCK = 8
+
+
+class PrefixCacheEstimate:
+    """An estimate of how much of a prompt the cache holds. Not thread-safe: the engine holds its lock.
+
+    OpenVINO GenAI shares full KV blocks between prompts but does not report it. This keeps the chained hashes of the
+    full blocks of past prompts, as many as the pool holds, and drops the least recently used first. The engine may
+    evict a block earlier, when running sequences need it.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        """blocks: size of the KV pool, 0 without prefix caching. block_tokens: tokens per block."""
+        self._capacity = blocks
+        self._block_tokens = block_tokens
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def cached_tokens(self, input_ids: np.ndarray) -> int:
+        """Return the prompt's leading tokens in known full blocks; the last token is always computed."""
+        cached = 0
+        for digest in self._digests(input_ids[:-1]):
+            if digest not in self._seen:
+                break
+            cached += self._block_tokens
+        return cached
+
+    def remember(self, input_ids: np.ndarray) -> None:
+        """Record a prompt's full blocks."""
+        for digest in self._digests(input_ids):
+            self._seen.pop(digest, None)
+            self._seen[digest] = None
+        while len(self._seen) > self._capacity:
+            self._seen.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all: the engine has a new, empty cache."""
+        self._seen.clear()
+
+    def _digests(self, input_ids: np.ndarray) -> Iterator[int]:
+        digest = 0
+        for start in range(0, input_ids.size - self._block_tokens + 1, self._block_tokens):
+            digest = hash((digest, input_ids[start : start + self._block_tokens].tobytes()))
+            yield digest
 
 
 class PartialBlocks:
@@ -48,10 +90,8 @@ class PartialBlocks:
         return True
 
     def starts(self, id: int) -> bool:
-        """Return whether the cache may have a block of a sequence's prompt under a text that is not in it.
-
-        It is so until its first token, and for a prompt that ends with a block until its second.
-        """
+        """Return whether the cache may have a block of a sequence's prompt under a text that is not in it. It is so
+        until its first token, and for a prompt that ends with a block until its second."""
         if not self._most or id not in self._live:
             return False
         prompt, generated = self._live[id]
