@@ -29,9 +29,10 @@ def read(path: str | Path) -> dict[str, Any]:
         raise InvalidArgument(str(path), f"must be TOML: {exc}") from exc
 
 
-def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
+def checked(model: type[_Model], table: Mapping[str, Any], path: str, *, shown: bool = True) -> _Model:
     """Return the model of a table. A validator of the model may begin its words with ``FIELD: ``.
 
+    shown: whether errors quote the value; not where it may be a secret.
     Raises InvalidArgument for the first field that is wrong.
     """
     try:
@@ -40,22 +41,22 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
         error = exc.errors(include_url=False)[0]
     place = [str(part) for part in error["loc"] if part != "[key]"]
     _, should, rest = error["msg"].replace(" after validation", "").partition(" should ")
-    problem = f"must {rest if should else 'be ' + error['msg']}, got {error['input']!r}"
+    problem = f"must {rest}" if should else error["msg"][:1].lower() + error["msg"][1:]
+    got = f", got {error['input']!r}" if shown else ""
     if error["type"] == "value_error":  # a validator's own words
-        words = str(error["ctx"]["error"])
-        name, colon, problem = words.partition(": ")
-        if words.startswith("must") or not colon:
-            name, problem = "", words
-        place += [name] if name else []
-    elif error["type"] == "model_type":
-        problem = f"must be a table, got {error['input']!r}"
+        problem, got = str(error["ctx"]["error"]), ""
+        name, _, words = problem.partition(": ")
+        if words and " " not in name:
+            place, problem = [*place, name], words
+    elif error["type"] in ("model_type", "dict_type", "mapping_type"):
+        problem = "must be a table"
     elif error["type"] in ("tuple_type", "list_type"):
-        problem = f"must be a list, got {error['input']!r}"
+        problem = "must be a list"
     elif error["type"] == "extra_forbidden":
-        problem = f"is not known: must be one of {', '.join(allowed(model, place[:-1]))}"
+        problem, got = f"is not known: must be one of {', '.join(allowed(model, place[:-1]))}", ""
     elif error["type"] == "missing":
-        problem = "must be set"
-    raise InvalidArgument(f"{path}: {'.'.join(place)}", problem)
+        problem, got = "must be set", ""
+    raise InvalidArgument(f"{path}: {'.'.join(place)}", problem + got)
 
 
 def allowed(model: type[BaseModel], place: Sequence[str]) -> list[str]:

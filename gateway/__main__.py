@@ -8,11 +8,10 @@ import gc
 import logging
 import os
 import resource
-import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ import uvicorn
 import uvloop
 
 from contract.errors import InvalidArgument, TridentError
-from gateway import app, banner, command_line, sighup, workers
+from gateway import app, banner, command_line, signals, workers
 from gateway.admission.hub_link import HubLink
 from gateway.api import http_connection, monitoring
 from gateway.api.kserve import KServeEndpoint
 from gateway.api.picker.endpoint import EndpointPicker
-from gateway.config import pools, tenants
+from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, unknown, variable
-from gateway.service import Service, budget_lease_s
+from gateway.service import Service
 from gateway.telemetry import logs
 
 _LOG = logging.getLogger("gateway")
@@ -48,30 +47,19 @@ class HttpServer(uvicorn.Server):
 
 
 def _server(application: Callable[..., Any], settings: Settings, **options: Any) -> HttpServer:
-    """Return an HTTP server of ``application``; call its ``serve``. options: of ``uvicorn.Config``."""
-    return HttpServer(
-        uvicorn.Config(
-            application,
-            http=http_connection.bounded(settings.header_timeout_s),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=5,
-            **options,
-        )
-    )
+    """Return an HTTP server of ``application``. options: of ``uvicorn.Config``."""
+    options |= {"http": http_connection.bounded(settings.header_timeout_s), "ws": "none", "log_config": None}
+    options |= {"access_log": False, "server_header": False, "proxy_headers": False, "timeout_graceful_shutdown": 5}
+    return HttpServer(uvicorn.Config(application, **options))
 
 
 def monitoring_server(service: Service) -> HttpServer:
     """Return the server of the monitoring endpoint; a worker's is a Unix socket that its parent reads."""
-    settings = service.settings
-    if service.link is not None:
-        path = str(workers.socket_of(service.link.folder, service.link.number))
-        return _server(monitoring.build(service), settings, uds=path, lifespan="off")
-    host, port = settings.monitoring_host, settings.own_metrics_port
-    return _server(monitoring.build(service), settings, host=host, port=port, lifespan="off")
+    settings, link = service.settings, service.link
+    place: dict[str, Any] = {"host": settings.monitoring_host, "port": settings.own_metrics_port}
+    if link is not None:
+        place = {"uds": str(workers.socket_of(link.folder, link.number))}
+    return _server(monitoring.build(service), settings, lifespan="off", **place)
 
 
 def http_server(service: Service) -> HttpServer:
@@ -92,23 +80,9 @@ def http_server(service: Service) -> HttpServer:
 
 
 async def serve(service: Service) -> None:
-    """Serve all endpoints until a signal, then drain until done or until a second signal; return when all is closed.
-
-    SIGHUP: see ``gateway.sighup``.
-    """
+    """Serve all endpoints until a signal, then drain until done or until the same signal; return when all is closed."""
     settings, stop, hurry = service.settings, asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    seen: set[signal.Signals] = set()
-
-    def on_signal(number: signal.Signals) -> None:
-        # Ctrl-C reaches the parent too, which may send SIGTERM: only the same signal twice means hurry.
-        (hurry if number in seen else stop).set()
-        seen.add(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    sighup.handle(loop, service.configuration, partial(on_signal, signal.SIGHUP))
+    signals.handle(asyncio.get_running_loop(), service.configuration, lambda again: (hurry if again else stop).set())
     link = service.link
     if link is not None:
         link.lost = stop.set
@@ -153,36 +127,21 @@ async def serve(service: Service) -> None:
 
 
 def _announce(settings: Settings, http_port: int, grpc_port: int, monitoring_port: int, keyless: bool) -> None:
-    # Programs read the first line, people the rest.
-    print(
-        "http", banner.address(settings.host, http_port), "grpc", banner.address(settings.host, grpc_port), flush=True
-    )
-    addresses = (
-        banner.reachable(settings.host, http_port),
-        banner.reachable(settings.host, grpc_port),
-        banner.reachable(settings.monitoring_host, monitoring_port),
-    )
-    print(banner.text(settings, *addresses, keyless=keyless), flush=True)
+    http, grpc = (banner.address(settings.host, port) for port in (http_port, grpc_port))
+    print("http", http, "grpc", grpc)  # programs read this line, people the rest
+    http, grpc = (banner.reachable(settings.host, port) for port in (http_port, grpc_port))
+    monitoring_address = banner.reachable(settings.monitoring_host, monitoring_port)
+    print(banner.text(settings, http, grpc, monitoring_address, keyless=keyless), flush=True)
 
 
 async def serve_with_workers(settings: Settings, configuration: Configuration) -> int:
     """Serve with several processes until a signal; return the exit code."""
-    loop, lease_s = asyncio.get_running_loop(), budget_lease_s(settings, configuration)
     held = [_hold(settings.host, getattr(settings, name), name) for name in ("http_port", "grpc_port")]
     http_port, grpc_port = (one.getsockname()[1] for one in held)
     scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
-    parent = workers.Workers(settings, configuration, http_port, grpc_port, lease_s)
+    parent = workers.Workers(settings, configuration, http_port, grpc_port)
     configuration.changed = parent.reload
-    seen: set[signal.Signals] = set()
-
-    def on_signal(number: signal.Signals) -> None:
-        if not seen or number in seen:  # as in ``serve``; Ctrl-C reaches the workers too, as another signal
-            parent.stop()
-        seen.add(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    sighup.handle(loop, configuration, partial(on_signal, signal.SIGHUP))
+    signals.handle(asyncio.get_running_loop(), configuration, lambda again: parent.stop())
     monitored = _server(parent.monitoring(), settings, lifespan="off")
     monitoring_port, serving = scraped_at.getsockname()[1], asyncio.create_task(monitored.serve([scraped_at]))
     try:
@@ -190,12 +149,11 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
             return 2
         _announce(settings, http_port, grpc_port, monitoring_port, configuration.keyless)
         if not settings.redis:
-            _LOG.warning(
+            text = (
                 "without %s a retry with an idempotency-key finds its stream, and a cached response is found, at the "
-                "same one of %d workers only; budgets, caps, queues and slots are shared",
-                variable("redis"),
-                settings.workers,
+                "same one of %d workers only; budgets, caps, queues and slots are shared"
             )
+            _LOG.warning(text, variable("redis"), settings.workers)
         await parent.wait()
         return 0
     finally:
@@ -245,13 +203,9 @@ def raise_open_files(max_in_flight: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         needed = SOCKETS_PER_REQUEST * max_in_flight + OTHER_FILES
         if limit < needed:
-            _LOG.warning(
-                "too few open files are allowed: %d, and %s=%d may need %d; `ulimit -Hn` raises it",
-                limit,
-                variable("max_in_flight"),
-                max_in_flight,
-                needed,
-            )
+            setting = f"{variable('max_in_flight')}={max_in_flight}"
+            text = "too few open files are allowed: %d, and %s may need %d; `ulimit -Hn` raises it"
+            _LOG.warning(text, limit, setting, needed)
 
 
 def run_in_batches() -> None:
@@ -277,12 +231,15 @@ def main() -> int:
         settings = Settings.from_environment(os.environ)
         configuration = Configuration(settings.config, os.environ, pools.of(settings))
         configuration.stored_keys = bool(settings.key_store)
-        link = _link(arguments.worker)
-        serving = (
-            partial(serve_with_workers, settings, configuration)
-            if settings.workers > 1 and link is None
-            else partial(serve, Service(settings, configuration, link=link))
-        )
+        link = None
+        if arguments.worker:  # as ``workers`` names it
+            number, descriptor, folder = arguments.worker.split(":", 2)
+            link = HubLink(int(number), socket.socket(fileno=int(descriptor)), Path(folder))
+        serving: Callable[[], Coroutine[Any, Any, int | None]]
+        if settings.workers > 1 and link is None:
+            serving = partial(serve_with_workers, settings, configuration)
+        else:
+            serving = partial(serve, Service(settings, configuration, link=link))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -290,7 +247,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     logs.configure(settings.log_level, settings.log_format)
-    for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
+    for problem in unknown(os.environ):
         _LOG.warning("%s", problem)
     raise_open_files(settings.max_in_flight)
     run_in_batches()
@@ -301,14 +258,6 @@ def main() -> int:
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _link(worker: str) -> HubLink | None:
-    """Return the link of a worker, as its parent names it: NUMBER:DESCRIPTOR:FOLDER; None if this is none."""
-    if not worker:
-        return None
-    number, descriptor, folder = worker.split(":", 2)
-    return HubLink(int(number), socket.socket(fileno=int(descriptor)), Path(folder))
 
 
 if __name__ == "__main__":

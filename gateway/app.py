@@ -127,7 +127,6 @@ def build(service: Service) -> ASGIApp:
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:
-    """Return Starlette's own errors, unknown paths and methods, as OpenAI's error object."""
     assert isinstance(exc, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "bad_request")
     status, headers, body = error_responses.plain(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
@@ -40,11 +39,10 @@ class ChoiceDeltas(Protocol):
 
 
 class Choices:
-    """The generations of one permit.
+    """The generations of one permit, which is settled when the last one has ended, with the usage of all.
 
     Iterate to read their deltas in order of arrival. The first error ends all of them, and so does ``close``, which
-    the caller must call in any case. The permit is settled when the last generation has ended, with the usage of all.
-
+    the caller must call in any case.
     headers: of the response. A generation that moves to another target changes them.
     charged_elsewhere: another gateway has taken the stream over, and charges all of it.
     """
@@ -60,20 +58,14 @@ class Choices:
     ) -> None:
         """prompt_tokens: learns from the engine's token counts. began_s: arrival. span: of the request."""
         self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
-        self._tenant, self._model, self._span = context.tenant.name, context.model, span
-        self._operation = context.operation
-        self._trace, self._began_s = context.trace, began_s
+        self._context, self._span, self._began_s = context, span, began_s
         self._usages: list[Usage | None] = [None] * len(permit.requests)  # of those that have ended
-        self._paid = context.paid
         self._micros, self.charged_elsewhere = 0, False
         self.headers: dict[str, str] = permit.headers
         self._live = len(permit.requests)
         self.generations: list[Generation] = []
-        for index, (request, turn) in enumerate(zip(permit.requests, permit.turns, strict=True)):
-            count, ends = permit.counts[index], (partial(self._ended, index), partial(self._added_micros, index))
-            self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, *ends))
-            if self.generations[-1].recording is not None:
-                self.generations[-1].recording.choice = index
+        for index in range(self._live):
+            self.generations.append(Generation(runtime, permit, index, context, began_s, span, self._ended))
 
     def __aiter__(self) -> ChoiceDeltas:
         return _OneChoice(*self.generations) if len(self.generations) == 1 else _merged(self.generations)
@@ -94,71 +86,63 @@ class Choices:
             generation.close(error)
 
     def _total(self) -> Usage | None:
-        """Return the usage of the generations that have ended, as far as it is to be charged."""
         if self.charged_elsewhere:
             return None
         if len(self._usages) == 1:
             return self._usages[0]
         return total(self._usages, [id(prompt_of(request)) for request in self._permit.requests])
 
-    def _added_micros(self, index: int) -> int:
+    def _ended(self, ended: Generation) -> int:
         """Return what a generation that ends adds to the cost: of choices of one prompt, the first has the prompt's."""
-        ended, before = self.generations[index], self._micros
+        before, paid = self._micros, self._context.paid
         # A batch runs a line again whose generation was cut, and what came of it before is dropped.
-        usage = ended.usage if ended.finish_reason or self._operation != BATCH else None
-        self._usages[index] = usage if self._paid is None else self._unpaid(index, usage, self._paid[index])
+        usage = ended.usage if ended.finish_reason or self._context.operation != BATCH else None
+        self._usages[ended.index] = usage if paid is None else _unpaid(ended, usage, paid[ended.index])
         if self._permit.ticket.charge.price is not None:
             self._micros = self._permit.ticket.charge.micros(self._total())
+        # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
+        if ended.finish_reason and ended.usage is not None and not self._permit.target:
+            # Ids need no estimate, and a truncated prompt's count says nothing about its text.
+            if ended.request.input_ids is None and ended.request.truncate_prompt_tokens is None:
+                self._prompt_tokens.learn(self._context.tenant.name, ended.prompt_count, ended.usage.input_tokens)
+        self._live -= 1
+        if not self._live:
+            self._settle()
         return self._micros - before
 
-    def _unpaid(self, index: int, usage: Usage | None, paid: int | None) -> Usage | None:
-        """Return what is to be charged of a choice that another gateway began, of whose output ``paid`` tokens are."""
-        ended = self.generations[index]
-        if not ended.finish_reason:  # its own count is of what was generated here
-            output_tokens = len(ended.request.continue_ids) + ended.tokens
-            usage = Usage(self._permit.counts[index].likely, output_tokens) if output_tokens else None
-        return usage if usage is None or paid is None else Usage(0, usage.output_tokens - paid)
-
-    def _ended(self, index: int) -> None:
-        ended = self.generations[index]
-        # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
-        if ended.finish_reason and ended.usage is not None and ended.prompt_count is not None:
-            # Ids need no estimate, and a truncated prompt's count says nothing about its text.
-            whole_text = ended.request.input_ids is None and ended.request.truncate_prompt_tokens is None
-            if whole_text and not self._permit.target:
-                self._prompt_tokens.learn(self._tenant, ended.prompt_count, ended.usage.input_tokens)
-        self._live -= 1
-        if self._live:
-            return
-        usage = self._total()
+    def _settle(self) -> None:
+        usage, tenant, model = self._total(), self._context.tenant.name, self._context.model
         self._permit.settle(usage)
         if usage is not None:
-            self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._micros / 1e6)
-        if self._span is None and self._trace is None:
+            self._metrics.used(tenant, usage, model=model.name, cost=self._micros / 1e6)
+        if self._span is None and self._context.trace is None:
             return
         ends = [generation.finish_reason or error_type(generation.error) for generation in self.generations]
         error = next((generation.error for generation in self.generations if generation.error is not None), None)
         first_s = min((one.first_s for one in self.generations if one.first_s), default=None)
         attributes = generation_attributes(usage, ends, first_s and first_s - self._began_s)
-        if self._model.price is not None:
+        if model.price is not None:
             attributes["trident.cost"] = self._micros / 1e6
-        end_request(self._span, self._trace, error, attributes)
+        end_request(self._span, self._context.trace, error, attributes)
+
+
+def _unpaid(ended: Generation, usage: Usage | None, paid: int | None) -> Usage | None:
+    """Return what is to be charged of a choice that another gateway began, of whose output ``paid`` tokens are."""
+    if not ended.finish_reason:  # its own count is of what was generated here
+        output_tokens = len(ended.request.continue_ids) + ended.tokens
+        usage = Usage(ended.prompt_count.likely, output_tokens) if output_tokens else None
+    return usage if usage is None or paid is None else Usage(0, usage.output_tokens - paid)
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:
-    """Return the usage of all choices; each prompt counts once. None if nothing was generated.
-
-    prompts: the identity of each choice's prompt.
-    """
+    """Return the usage of all choices; each prompt counts once, by its identity. None if nothing was generated."""
     known = [(prompt, usage) for prompt, usage in zip(prompts, usages, strict=True) if usage is not None]
     if not known:
         return None
     largest: dict[object, Usage] = {}
     for prompt, usage in known:
-        if prompt not in largest or usage.input_tokens > largest[prompt].input_tokens:
-            largest[prompt] = usage
-    output_tokens = sum(usage.output_tokens for _, usage in known)
-    each = largest.values()
+        largest[prompt] = max(largest.get(prompt, usage), usage, key=lambda one: one.input_tokens)
+    output_tokens, each = sum(usage.output_tokens for _, usage in known), largest.values()
     return Usage(sum(usage.input_tokens for usage in each), output_tokens, sum(usage.cached_tokens for usage in each))
 
 
@@ -171,7 +155,7 @@ async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[
 
 
 class _OneChoice:
-    """The deltas of a single choice. No asynchronous generator, which would cost every token a frame more."""
+    """The deltas of a single choice. An asynchronous generator would cost every token a frame more."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

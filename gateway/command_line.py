@@ -1,5 +1,4 @@
-"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``, ``key``, ``prompt``: its
-files."""
+"""The command line: ``python -m gateway [serve]``, ``new-key``, ``hash-key``, ``check``, and those of other modules."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from contract import interpreter
+from contract import interpreter, toml_table
 from contract.errors import InvalidArgument
 from gateway import key_commands, prompt_commands, release_commands, sample_commands, served_models, usage_commands
 from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.batch import webhook
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
-from gateway.hooks import loading
+from gateway.hooks import hook
 from gateway.identity.audit import Audit
 from gateway.prompts import registry
 from gateway.samples.store import cipher
@@ -40,19 +39,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ("hash-key", hash_key, "the hash of an API key, read from standard input"),
     ):
         command = commands.add_parser(name, help=summary)
-        command.add_argument(
-            "--config",
-            type=Path,
-            help=f"whose salt to use, a file that may not exist yet; else {variable('config')}, else a new one",
-        )
+        text = f"whose salt to use, a file that may not exist yet; else {variable('config')}, else a new one"
+        command.add_argument("--config", type=Path, help=text)
         command.set_defaults(run=run)
     check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
     check.set_defaults(run=check_all)
-    release_commands.add(commands)
-    key_commands.add(commands)
-    prompt_commands.add(commands)
-    sample_commands.add(commands)
-    usage_commands.add(commands)
+    for module in (release_commands, key_commands, prompt_commands, sample_commands, usage_commands):
+        module.add(commands)
     return parser.parse_args(arguments)
 
 
@@ -75,7 +68,7 @@ def check_all(arguments: argparse.Namespace) -> None:
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
     for name, rules in reading.policy.hooks.items():
-        loading.load(name, rules)
+        hook.load(name, rules)
     served_models.check(settings, reading.policy, reading.pools)
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
@@ -88,55 +81,38 @@ def check_all(arguments: argparse.Namespace) -> None:
         Audit(log)
     if settings.batch_db is not None:
         webhook.configured(settings)
-    for problem in unknown(os.environ, also=(tenants.API_KEYS, tenants.API_KEYS_FILE)):
+    for problem in unknown(os.environ):
         print(f"warning: {problem}", file=sys.stderr)
     print(f"{settings.config or 'the environment'}: valid; {len(reading.keys)} keys")
 
 
 def _print_hash(arguments: argparse.Namespace, api_key: str, *, shown: bool) -> None:
-    named = os.environ.get(variable("config"))
-    path = arguments.config or (Path(named) if named else None)
-    salt = _salt(path)
-    new = salt is None
-    salt = salt or secrets.token_bytes(16)
-    hashed = tenants.digest(salt, api_key).hex()
-    if new:
-        print(f'salt = "{salt.hex()}"')
+    path = release_commands.config_file(arguments)
+    exists = path is not None and path.exists()
+    table = toml_table.read(path) if path is not None and exists else {}
+    salt = tenants.salt(str(path), table) if "salt" in table else secrets.token_bytes(16)
+    hashed, salt_line = tenants.digest(salt, api_key).hex(), f'salt = "{salt.hex()}"'
+    if "salt" not in table:
+        print(salt_line)
     if shown:
         print(f"key    {api_key}")
     print(f'hash = "{hashed}"', flush=True)
-    print(_what_next(path, salt.hex() if new else "", hashed), file=sys.stderr)
-
-
-def _what_next(path: Path | None, salt: str, hashed: str) -> str:
-    """Return the next steps for a person. salt: a new one; "" if the file has one."""
-    python = interpreter.command()
-    entry = (
-        f'[orgs.acme.teams.research.keys.alice]   # organisation, team and key: names of your choice\nhash = "{hashed}"'
-    )
-    if not salt:
+    entry = "[orgs.acme.teams.research.keys.alice]   # organisation, team and key: names of your choice\n"
+    entry += f'hash = "{hashed}"'
+    if "salt" in table:
         text = f"Add to {path}, which a running gateway reads again by itself:\n\n{entry}"
-    elif path is not None and path.exists():
-        text = (
-            f'{path} has no salt yet. Put this above its first table:\n\nsalt = "{salt}"\n\nand this below:\n\n{entry}'
-        )
+    elif exists:
+        text = f"{path} has no salt yet. Put this above its first table:\n\n{salt_line}\n\nand this below:\n\n{entry}"
     else:
-        name = path or "gateway.toml"
+        name, python = path or "gateway.toml", interpreter.command()
         quoted = shlex.quote(str(name))
-        there = f"{name} does not exist yet. " if path is not None else ""
-        text = f"""{there}Save these lines as {name}:
+        text = f"""{f"{name} does not exist yet. " if path else ""}Save these lines as {name}:
 
-salt = "{salt}"
+{salt_line}
 {entry}
 
 then serve with it, and make further keys with its salt:
 
 {variable("config")}={quoted} {python} -m gateway
 {python} -m gateway new-key --config {quoted}"""
-    return f"\n{text}\n\nThe key itself goes to its owner and into no file."
-
-
-def _salt(path: Path | None) -> bytes | None:
-    """Return the salt of the file; None if it has none or does not exist."""
-    table = configuration.table(path) if path is not None and path.exists() else {}
-    return tenants.salt(str(path), table) if "salt" in table else None
+    print(f"\n{text}\n\nThe key itself goes to its owner and into no file.", file=sys.stderr)

@@ -130,9 +130,7 @@ class Continuation:
 def is_loss(error: TridentError, in_band: bool, ran_s: float, began: bool) -> bool:
     """Return whether the end of an attempt blames the request: the replica ended while it ran the request.
 
-    in_band: the replica told the error in a message; with Unavailable it is draining.
-    ran_s: how long the attempt took.
-    began: it had sent a response.
+    in_band: the replica told the error in a message; with Unavailable it is draining. began: it had sent a response.
     """
     if isinstance(error, Unavailable):
         return not in_band and (began or ran_s > PAUSE_S)

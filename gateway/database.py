@@ -20,9 +20,7 @@ TIMEOUT_S = 30.0  # for other processes that write
 class Database:
     """Open the database; create it if there is none. May be used from any thread; SQLite's errors become Unavailable.
 
-    path: None: in memory.
-    name: what errors call it.
-    schema: its statements, separated by semicolons. version: of the schema.
+    path: None: in memory. name: what errors call it. schema: statements, separated by semicolons, of this version.
     Raises: InvalidArgument if the path cannot be used.
     """
 

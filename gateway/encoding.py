@@ -21,14 +21,12 @@ from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Overlo
 from contract.generation import INT32_MAX, GenerationRequest, Usage
 from gateway.admission.fair_admission import FairAdmission
 from gateway.admission.prompt_tokens import MOST_COUNTED, PromptCount, PromptTokens
-from gateway.config.settings import Settings
-from gateway.live_generations import LiveGenerations
+from gateway.generation import GenerationRuntime
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
-from gateway.routing.replicas import Replicas, RoutedReplica
+from gateway.routing.replicas import RoutedReplica
 from gateway.telemetry import request_log
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import PROVIDER, Tracing, end_span, traceparent
+from gateway.telemetry.tracing import PROVIDER, end_span, traceparent
 
 MOST_CALL_BYTES = 4 * 1024 * 1024
 _MOST_ATTEMPTS = 4  # replicas that one call may go to
@@ -47,25 +45,16 @@ class EncodedRows:
 class Encoding:
     """Encode rows at the replicas of a pool. Made on the loop that uses it."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        replicas: Replicas,
-        admission: FairAdmission,
-        live: LiveGenerations,
-        metrics: Metrics,
-        tracing: Tracing,
-    ) -> None:
-        self._settings, self._replicas, self._admission = settings, replicas, admission
-        self._live, self._metrics, self._tracing = live, metrics, tracing
+    def __init__(self, runtime: GenerationRuntime, admission: FairAdmission) -> None:
+        self._settings, self._replicas, self._admission = runtime.settings, runtime.replicas, admission
+        self._live, self._metrics, self._tracing = runtime.live, runtime.metrics, runtime.tracing
         self._prompt_tokens = PromptTokens()  # an encoder has a tokenizer of its own: its tokens are estimated
         self._turns = itertools.count()
 
     async def admitted(self, rows: Rows, pool: str, context: RequestContext, timeout_s: float) -> EncodedRows:
         """Encode the rows of one caller, charged with their tokens.
 
-        Raises: what FairAdmission.admit_input raises, InvalidArgument that names the row of a wrong input, Unavailable,
-        DeadlineExceeded.
+        Raises: as FairAdmission.admit_input; InvalidArgument that names a wrong row; Unavailable; DeadlineExceeded.
         """
         began_s, key = time.monotonic(), f"{context.tenant.name}\n{pool}"
         attributes = {"trident.pool": pool}
@@ -74,30 +63,27 @@ class Encoding:
             attributes |= {"gen_ai.request.model": pool}
         span = self._tracing.start(f"{context.operation} {pool}", context.carrier, attributes)
         error: BaseException | None = None
-        tokens, more = 0, {}
+        tokens, charge, more = 0, context.charge(), {}
         try:
-            with self._live.admitting:
+            with self._live.admitting():
                 count = await self._count(rows, key)
                 most = _kept(rows) * (len(rows.texts) + len(rows.pairs) + len(rows.ids))
-                tokens_needed, charge = (min(count.tokens, most), count.least), context.charge()
-                permit = await self._admission.admit_input(*tokens_needed, context.tenant, pool, timeout_s, charge)
+                needed = min(count.tokens, most), count.least
+                permit = await self._admission.admit_input(*needed, context.tenant, pool, timeout_s, charge)
+                done: list[Encoded] = []
+                call_span = self._tracing.child(span, "replica", SpanKind.CLIENT)
                 try:
                     left_s = timeout_s - (time.monotonic() - began_s)
-                    call_span = self._tracing.child(span, "replica", SpanKind.CLIENT)
-                    parent = traceparent(call_span, context.carrier)
-                    done: list[Encoded] = []
-                    try:
-                        await self._encode(rows, pool, left_s, parent, done.append)
-                    finally:
-                        tokens = sum(part.tokens for part in done)
-                        end_span(call_span)
+                    await self._encode(rows, pool, left_s, traceparent(call_span, context.carrier), done.append)
                 finally:
+                    tokens = sum(part.tokens for part in done)
+                    end_span(call_span)
                     usage = Usage(tokens, 0) if tokens else None
                     permit.settle(usage)
                     if usage is not None:
-                        cost = context.model.cost(usage)
-                        self._metrics.used(context.tenant.name, usage, model=context.model.name, cost=cost)
-                        more = request_log.cost_fields(context, context.charge().micros(usage))
+                        micros = charge.micros(usage)
+                        self._metrics.used(context.tenant.name, usage, model=context.model.name, cost=micros / 1e6)
+                        more = request_log.cost_fields(context, micros)
             if not count.exact and rows.truncate is None:
                 self._prompt_tokens.learn(key, count, tokens)
             return EncodedRows(_array(done), tokens, dict(permit.headers))
@@ -157,8 +143,7 @@ class Encoding:
 
     async def _call(self, rows: Rows, pool: str, until_s: float, parent: str) -> Encoded:
         """Send one call, to another replica where one fails: encoding twice changes nothing."""
-        tried: frozenset[str] = frozenset()
-        call = encoder_call.call(rows, new_request_id())
+        tried, call = frozenset[str](), encoder_call.call(rows, new_request_id())
         while True:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -177,16 +162,13 @@ class Encoding:
         self, replica: RoutedReplica, call: encoder_call.UnaryCall, timeout_s: float, parent: str
     ) -> Encoded:
         """Send a call to one replica, whose load it is until it ends."""
-        size = len(call.payload) / 4
+        size, sent_s = len(call.payload) / 4, time.monotonic()
         replica.work.reserve(size)
         replica.sent()
-        sent_s = time.monotonic()
         ended: TridentError | None = Cancelled("the caller left")
         try:
-            response = await replica.channel.call(call, timeout_s, replica.metadata("", parent))
-            encoded = encoder_call.read(response)
-            ended = None
-            replica.progress_s = time.monotonic()
+            encoded = encoder_call.read(await replica.channel.call(call, timeout_s, replica.metadata("", parent)))
+            ended, replica.progress_s = None, time.monotonic()
             return encoded
         except TridentError as exc:
             ended = exc
@@ -200,12 +182,10 @@ class Encoding:
 
 
 def _array(parts: list[Encoded]) -> np.ndarray:
-    """Return the values of all parts: f32[n, d]."""
     return np.concatenate([np.frombuffer(part.values, "<f4").reshape(-1, part.dimensions) for part in parts])
 
 
 def _kept(rows: Rows) -> int:
-    """Return how many tokens of a text are kept at most, as far as that is known here."""
     return rows.truncate if rows.truncate is not None and rows.truncate > 0 else INT32_MAX
 
 

@@ -27,8 +27,7 @@ from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usa
 from gateway import continuation
 from gateway.admission.degradation import Stage, overflow_note
 from gateway.admission.engine_priority import engine_priority
-from gateway.admission.fair_admission import Permit, Turn
-from gateway.admission.prompt_tokens import PromptCount
+from gateway.admission.fair_admission import Permit
 from gateway.config.settings import Settings
 from gateway.continuation import Continuation, SuspectPrompts
 from gateway.live_generations import LiveGenerations
@@ -39,9 +38,9 @@ from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Spend, UpstreamStream
 from gateway.samples.recorder import Recording
-from gateway.telemetry import replica_spans, request_log
-from gateway.telemetry.metrics import Metrics, error_type
-from gateway.telemetry.tracing import Tracing, end_span, traceparent
+from gateway.telemetry import request_log
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.tracing import Tracing, end_span, record_replica, traceparent
 
 # A request without a token leaves a replica that is unhealthy and has made no progress for this long.
 UNHEALTHY_S = 1.0
@@ -50,12 +49,8 @@ LEFT = "the caller went away"
 
 @dataclass(frozen=True)
 class GenerationRuntime:
-    """What all generations of a gateway use.
+    """What all generations of a gateway use, and what encodes.
 
-    settings: timeouts, and how often a silent request is retried.
-    replicas: endpoints of the replicas, and the retry schedule.
-    fallback: where a failed request goes next.
-    live: the registry of generations in flight.
     shadow: begins the shadow copy of a request that a pool serves; returns None for most.
     record: begins the recording of a request for samples; returns None for one that is not recorded.
     suspects: prompts that are not continued.
@@ -78,9 +73,6 @@ class GenerationRuntime:
 class Generation:
     """An asynchronous iterator of TokenDelta that ends, or raises TridentError.
 
-    After ``relay`` it yields a delta for each message of the replica, NO_OUTPUTS for one without outputs, and
-    ``message`` holds its bytes.
-
     Before its first token a request may move: to another replica when its own makes no progress or becomes unhealthy,
     at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0015). When
     its replica is lost it goes on at another one of its pool, from the ids so far (docs/decisions/0023).
@@ -92,33 +84,27 @@ class Generation:
     def __init__(
         self,
         runtime: GenerationRuntime,
-        request: GenerationRequest,
         permit: Permit,
-        turn: Turn,
-        prompt_count: PromptCount | None,
+        index: int,
         context: RequestContext,
         began_s: float,
         span: Span | None,
-        on_end: Callable[[], None],
-        micros: Callable[[], int] = lambda: 0,
+        on_end: Callable[[Generation], int],
     ) -> None:
-        """turn: its slot. began_s: arrival, ``time.monotonic()``. span: of the request. on_end: called once, at the
-        end. micros: returns at the end what it adds to the cost of its request."""
+        """index: of the permit's request. began_s: arrival, ``time.monotonic()``. span: of the request. on_end: called
+        once, at the end; returns what it adds to the cost of its request."""
         self._runtime, self._permit, self._context, self._span = runtime, permit, context, span
-        self._on_end, self._micros, self._turn = on_end, micros, turn
-        self.request = request
+        self.request, self._turn, self.prompt_count = permit.requests[index], permit.turns[index], permit.counts[index]
+        self.index, self._on_end, request = index, on_end, self.request
         self._aim(runtime.fallback.first(permit.target, request) if permit.target else "")
         if self.target:
             permit.headers["x-trident-degraded"] = overflow_note(self.target)
-        self.prompt_count = prompt_count
         self._tried = {self.target}  # targets
-        self._hang_retries = 0
-        self._earlier_attempts = 0  # at targets before this one
+        self._hang_retries = self._earlier_attempts = 0  # those at targets before this one
         self._deadline_s = math.inf
         self._started = False  # any response arrived: from then on nothing is retried
         self.id = new_request_id()
-        self.began_s = began_s
-        self.first_s = 0.0
+        self.began_s, self.first_s = began_s, 0.0
         self.usage: Usage | None = None
         self.finish_reason = ""
         self.tokens = self._first_tokens = 0
@@ -129,15 +115,16 @@ class Generation:
         self._answered_ns: int | None = None  # last response of the replica, wall clock
         self._route: Route | None = None
         self._stream: TokenStream | UpstreamStream | None = None
-        self._payload = b""  # a serialised ModelInferRequest to send as it is
+        self._payload, self._packs = b"", False  # see ``relay``
         self._continued_payload: Callable[[tuple[int, ...]], bytes] | None = None
-        self._packs = False
         self._continuation = Continuation(runtime.settings.continuations)
         self._engine = ""  # hash of the engine that made the first token
         self._opened_s = 0.0  # when the current attempt began
         self._silence: TridentError | None = None  # why a continuable attempt was cancelled
-        self._shadow = runtime.shadow(request, turn.pool)
-        self.recording = runtime.record(request, context, began_s)
+        self._shadow = runtime.shadow(request, self._turn.pool)
+        if (recording := runtime.record(request, context, began_s)) is not None:
+            recording.choice = index
+        self.recording = recording
         self._closed = False
         runtime.live.add(self)
 
@@ -183,8 +170,9 @@ class Generation:
             return delta
 
     async def _open(self) -> TokenStream | UpstreamStream:
-        """Wait for the slot and begin the stream of the current target."""
-        self._begin_deadline()
+        if self._deadline_s == math.inf:  # it starts when the request first waits for its slot
+            timeout_s = self.request.timeout_s or self._runtime.settings.request_timeout_s
+            self._deadline_s = time.monotonic() + timeout_s
         await self._turn.begin()
         if self._cut_error is not None:
             raise self._cut_error
@@ -197,7 +185,6 @@ class Generation:
         return self._stream
 
     def _shown(self, error: TridentError) -> TridentError:
-        """Return the error that the caller sees for ``error``."""
         if self._cut_error is not None and (error is self._cut_error or isinstance(error, Cancelled)):
             return self._cut_error
         if self._silence is not None:
@@ -219,7 +206,6 @@ class Generation:
 
     @property
     def _attempts(self) -> int:
-        """Calls to replicas and upstreams so far."""
         return self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
 
     async def _retry_elsewhere(self, error: TridentError) -> bool:
@@ -249,7 +235,8 @@ class Generation:
             raise self._cut_error or Cancelled(LEFT)
         self._earlier_attempts = self._attempts
         self._tried.add(target)
-        request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
+        places = {"from": self.target or "replicas", "to": target or "replicas"}
+        request_log.moved("request moved to another target", context, self.id, error, **places)
         end_span(self._replica_span, error)
         self._replica_span = self._route = None
         self._aim(target)
@@ -288,7 +275,8 @@ class Generation:
             return False
         self._earlier_attempts = self._attempts
         self._permit.headers[continuation.HEADER] = str(state.count)
-        request_log.continued(self._context, self.id, route.replica, self.tokens, error)
+        places = {"from": route.replica, "tokens": self.tokens}
+        request_log.moved("generation continues at another replica", self._context, self.id, error, **places)
         end_span(self._replica_span, error)
         self._replica_span = None
         return True
@@ -316,22 +304,14 @@ class Generation:
         return loss if loss is not None and isinstance(error, InvalidArgument | Unavailable | EngineFailed) else error
 
     def _aim(self, target: str) -> None:
-        """Let the request go to a target, also where a later configuration has it no more."""
         self.target, self.upstream = target, self._runtime.fallback.overflow.upstream(target)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the deadline, which starts when the request first waits for its slot."""
-        self._begin_deadline()
+        """Until the deadline, once it has begun."""
         return max(0.001, self._deadline_s - time.monotonic())
 
-    def _begin_deadline(self) -> None:
-        if self._deadline_s == math.inf:
-            timeout_s = self.request.timeout_s or self._runtime.settings.request_timeout_s
-            self._deadline_s = time.monotonic() + timeout_s
-
     def _open_route(self) -> Route:
-        """Return the route to the replicas and start its spans."""
         tracing, context = self._runtime.tracing, self._context
         route_span = tracing.child(self._span, "route")
         self._replica_span = tracing.child(self._span, "replica", SpanKind.CLIENT)
@@ -359,7 +339,7 @@ class Generation:
         return pool
 
     def _routed(self, route: Route, route_span: Span) -> None:
-        """Record the picked replica: the first one ends the route span, later ones are failovers."""
+        """Record the picked replica: the first one ends its span, later ones are failovers."""
         attributes: dict[str, Any] = {"server.address": route.replica, "trident.pool": route.pool}
         if route.explanation is not None:
             attributes |= route.explanation.attributes()
@@ -369,7 +349,6 @@ class Generation:
             self._replica_span.add_event("failover", attributes)
 
     def _observe(self, delta: TokenDelta) -> None:
-        """Take over a response of the target: timers, counts, usage and the end."""
         self._waiting_since_s = 0.0
         self._started = True
         tokens = _generated(delta)
@@ -387,14 +366,15 @@ class Generation:
                 self._route.read_usage(delta.usage)
             if self._replica_span is not None:
                 self._answered_ns = time.time_ns()
-                replica_spans.record(self._runtime.tracing, self._replica_span, delta.timings, self._answered_ns)
+                record_replica(self._runtime.tracing, self._replica_span, delta.timings, self._answered_ns)
         if self._shadow is not None:
             self._shadow.observe(delta)
         if self.recording is not None:
             self.recording.observe(delta)
 
     def relay(self, payload: bytes, continued: Callable[[tuple[int, ...]], bytes] | None, packs: bool = False) -> None:
-        """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message.
+        """Send this serialised ModelInferRequest in place of one made from ``request``. Each message gives a delta,
+        NO_OUTPUTS where it has none, and ``message`` holds its bytes.
 
         continued: returns the payload that goes on behind these ids; None if the request cannot go on.
         packs: the messages may be those of the packed ensemble, where the replica has it; see ``sent_packed``.
@@ -488,40 +468,34 @@ class Generation:
         self._closed = True
         if self._stream is not None:
             self._stream.cancel()
-        if error is None and not self.finish_reason:
-            error = Cancelled(LEFT)
-        if error is not None and not isinstance(error, TridentError):
-            error = Cancelled(LEFT)
-        self.error, self.usage = error, self.usage or self._usage_so_far()
+        if not isinstance(error, TridentError):
+            error = None if error is None and self.finish_reason else Cancelled(LEFT)
+        self.error = error
+        if self.usage is None and self.tokens:  # it was cut: its prompt is as it was counted at admission
+            self.usage = Usage(self.prompt_count.likely, self.tokens)
         self._turn.release()
         self._runtime.live.discard(self)
-        try:
-            self._record(error)
-        finally:
-            self._on_end()  # settles the permit even if recording fails
-            del self._on_end, self._micros  # which hold what holds this: it would wait for the garbage collector
+        location = {"server.address": self._location()[1], "trident.attempts": self._attempts}
+        end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
+        micros = self._on_end(self)
+        del self._on_end  # which holds what holds this: it would wait for the garbage collector
+        self._record(error, micros)
 
-    def _record(self, error: TridentError | None) -> None:
-        """Write metrics, spans and the log line of the end."""
+    def _record(self, error: TridentError | None, micros: int) -> None:
         (pool, replica), attempts = self._location(), self._attempts
         usage, recording = self.usage or Usage(0, 0), self.recording
         tokens: dict[str, Any] = {"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}
         self._runtime.metrics.ended(
-            self._context.operation,
-            self._context.model.name,
-            pool=pool,
+            self._context,
+            error,
+            self.finish_reason,
             began_s=self.began_s,
             first_s=self.first_s,
-            finish_reason=self.finish_reason,
-            error_type=error_type(error),
-            **tokens,
+            pool=pool,
+            usage=usage,
             whole=self.tokens == self._first_tokens,
             attempts=attempts,
-            tenant=self._context.tenant,
         )
-        location = {"server.address": replica, "trident.attempts": attempts}
-        end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
-        micros = self._micros()
         if recording is None and self._shadow is None and not request_log.writes(error):
             return
         ttft_s = round(self.first_s - self.began_s, 6) if self.first_s else None
@@ -538,17 +512,9 @@ class Generation:
         request_log.write(self._context, error, self.began_s, **known)
 
     def _location(self) -> tuple[str, str]:
-        """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""
         if isinstance(self._stream, UpstreamStream):
             return self.target, self._stream.url
         return (self._route.pool, self._route.replica) if self._route else ("", "")
-
-    def _usage_so_far(self) -> Usage | None:
-        """Return the usage of a generation that was cut: tokens so far, and the prompt as counted or estimated at
-        admission. None without a token."""
-        if not self.tokens:
-            return None
-        return Usage(self.prompt_count.likely if self.prompt_count else 0, self.tokens)
 
     def _opened(self, spend: Spend | None) -> TokenStream | UpstreamStream:
         upstream, runtime = self.upstream, self._runtime

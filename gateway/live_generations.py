@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client import Gauge
@@ -27,7 +28,7 @@ class LiveGenerations:
     def __init__(self, watchdog: Watchdog, in_flight: Gauge) -> None:
         self._watchdog, self._in_flight = watchdog, in_flight
         self._generations: set[LiveGeneration] = set()
-        self.admitting = Admitting(self)
+        self._admitting = 0  # requests in admission
         self._ended = asyncio.Event()  # set while draining when something has ended
         self.draining = self._cut_off = False
 
@@ -50,6 +51,17 @@ class LiveGenerations:
         if self.draining:
             self._ended.set()
 
+    @contextlib.contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Keep the drain waiting while a request is in admission. Raises Unavailable while draining."""
+        self.check_open()
+        self._admitting += 1
+        try:
+            yield
+        finally:
+            self._admitting -= 1
+            self.update()
+
     def check_open(self) -> None:
         """Raises Unavailable while draining."""
         if self.draining:
@@ -67,33 +79,12 @@ class LiveGenerations:
             await asyncio.wait_for(self._idle(), timeout_s)
         except asyncio.TimeoutError:
             self._cut_off = True
-            remaining = tuple(self._generations)
-            for generation in remaining:
+            for generation in (remaining := tuple(self._generations)):
                 generation.cut(Unavailable(STOPPING))
             return len(remaining)
         return 0
 
     async def _idle(self) -> None:
-        while self._generations or self.admitting.count:
+        while self._generations or self._admitting:
             self._ended.clear()
             await self._ended.wait()
-
-
-class Admitting:
-    """A context manager that keeps the drain waiting while a request is in admission; ``count`` of them are.
-
-    Entering it raises Unavailable while draining.
-    """
-
-    def __init__(self, live: LiveGenerations) -> None:
-        self._live, self.count = live, 0
-
-    def __enter__(self) -> None:
-        self._live.check_open()
-        self.count += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.count -= 1
-        self._live.update()

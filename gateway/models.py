@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from clients.wire.connection import DEFAULT_MODEL
 from contract import packed_delta
 from contract.errors import InvalidArgument, ModelNotFound
-from contract.generation import GenerationRequest, Usage
+from contract.generation import GenerationRequest
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.config.policy import ModelPrice, ModelRules
+from gateway.config.rules import integer
+from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 
 HEADER = "x-trident-model"  # of responses: the model that serves the request
@@ -25,9 +26,8 @@ _PLAIN = ModelRules.model_construct()
 class ServedModel:
     """The model that serves a request.
 
-    name: in responses, with the adapter.
+    name: in responses, with the adapter. adapter: LoRA adapter of the engine; "" for none.
     pool: that its requests are pinned to, or its name as a group of pools; "" for any public pool.
-    adapter: LoRA adapter of the engine; "" for none.
     prompt_tokens: counts its prompts; None for the gateway's own.
     """
 
@@ -41,10 +41,6 @@ class ServedModel:
     def price(self) -> ModelPrice | None:
         """What the caller pays; None for nothing."""
         return self.rules.adapter_prices.get(self.adapter, self.rules.price)
-
-    def cost(self, usage: Usage) -> float:
-        """Return what the caller pays for ``usage``; 0 without a price."""
-        return self.price.micros(usage) / 1e6 if self.price is not None else 0.0
 
     def adapted(self, adapter: str) -> ServedModel:
         """Return this model with one of its adapters."""
@@ -75,40 +71,31 @@ def needs_of(requests: Sequence[GenerationRequest]) -> frozenset[str]:
 class Models:
     """The table of models, replaced when the configuration changes; requests keep the ``ServedModel`` they got.
 
-    default: the only model without a table. triton_model: a further name of it, or of the table's first model, as is
-    that of the packed ensemble beside the ensemble.
-    tokenizer: of the default model.
+    settings: name the only model without a table. ``triton_model`` is a further name of it, or of the table's first
+        model, as is that of the packed ensemble beside the ensemble.
     reported: return the adapters that the replicas of a ``ServedModel.pool`` report, for models that name none.
     """
 
-    def __init__(
-        self,
-        default: str,
-        triton_model: str,
-        tokenizer: Path | None,
-        reported: Callable[[str], tuple[str, ...]] = lambda pool: (),
-    ) -> None:
-        self._reported = reported
-        self._default, self._triton_model, self._tokenizer = default, triton_model, tokenizer
+    def __init__(self, settings: Settings, reported: Callable[[str], tuple[str, ...]] = lambda pool: ()) -> None:
+        self._settings, self._reported = settings, reported
         self._models: dict[str, ServedModel] = {}
-        self._names: dict[str, str] = {}
-        self.configured = False
         self.change({})
 
     def change(self, table: Mapping[str, ModelRules]) -> None:
         """Replace the table; an empty one is the default model alone."""
         old, self.configured = self._models, bool(table)
         self._models = {}
-        for name, rules in (table or {self._default: _PLAIN.model_copy(update={"tokenizer": self._tokenizer})}).items():
+        default, settings = self._settings.model, self._settings
+        for name, rules in (table or {default: _PLAIN.model_copy(update={"tokenizer": settings.tokenizer})}).items():
             # A name with a space is no pool's: it stands for several pools, or for none.
             pool = (rules.pools[0] if len(rules.pools) == 1 else f"model {name}") if table else ""
             kept = old[name] if name in old and old[name].rules.tokenizer == rules.tokenizer else None
             tokens = kept.prompt_tokens if kept else None
             tokens = tokens or PromptTokens(load_tokenizer(rules.tokenizer) if rules.tokenizer else None)
             self._models[name] = ServedModel(name, pool, "", rules, tokens)
-        first = self._default if self._default in self._models else next(iter(self._models))
-        self._names = {self._triton_model: first}
-        if self._triton_model == DEFAULT_MODEL:
+        first = default if default in self._models else next(iter(self._models))
+        self._names = {settings.triton_model: first}
+        if settings.triton_model == DEFAULT_MODEL:
             self._names[packed_delta.MODEL] = first
         self._names |= {alias: name for name, model in self._models.items() for alias in model.rules.aliases}
         self._names |= {name: name for name in self._models}
@@ -174,13 +161,13 @@ class Models:
             most = max(candidate.rules.context_length or 0 for candidate in able)
             problem = f"must have room for the prompt and max_tokens, got {name} with at most {most} tokens"
             raise InvalidArgument("model", problem)
-        larger = fitting[min(_escalation(headers), len(fitting) - 1) :]
+        escalated = integer(ESCALATE, headers.get(ESCALATE, "0"), _MOST_ESCALATED)
+        larger = fitting[min(escalated, len(fitting) - 1) :]
         return next((candidate for candidate in larger if ready(candidate)), larger[0])
 
     def _check(
         self, named: ServedModel, candidates: list[ServedModel], needs: frozenset[str], tenant: Tenant
     ) -> list[ServedModel]:
-        """Return the candidates with all capabilities. Raises InvalidArgument that says which models have them."""
         able = [model for model in candidates if model.can(needs)]
         if not able:
             others = [model.name for model in self.of(tenant) if not model.rules.router and model.can(needs)]
@@ -207,10 +194,3 @@ async def _fits(model: ServedModel, requests: Sequence[GenerationRequest], tenan
         return True
     need = await model.prompt_tokens.need(requests, tenant.name)
     return all(count.likely + request.max_tokens <= most for count, request in zip(need.counts, requests, strict=True))
-
-
-def _escalation(headers: Mapping[str, str]) -> int:
-    text = headers.get(ESCALATE, "0")
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= _MOST_ESCALATED):
-        raise InvalidArgument(ESCALATE, f"must be an integer from 0 to {_MOST_ESCALATED}, got {text!r:.50}")
-    return int(text)

@@ -167,7 +167,6 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
 
 
 def _any_of(*cases: dict[str, Any]) -> dict[str, Any]:
-    """Return the rule that the fields match one of ``cases``."""
     return {"anyOf": [{"properties": case} for case in cases]}
 
 
@@ -178,7 +177,6 @@ def _up_to(maximum: int) -> dict[str, Any]:
 def _message(
     fields: dict[str, Any], roles: tuple[str, ...], required: tuple[str, ...], allowed: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the schema of the messages of these roles. fields: the schema of each field of a message."""
     shown = {name: schema if name in allowed or "enum" in schema else _NULL for name, schema in fields.items()}
     for name in required:
         cases = [{**case, **_NOT_EMPTY.get(name, {})} for case in fields[name]["anyOf"] if case != _NULL]

@@ -102,7 +102,6 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _counter(arguments: argparse.Namespace) -> tuple[Count, str]:
-    """Return what counts tokens, and the unit to print."""
     path = arguments.tokenizer or Settings.from_environment(os.environ).tokenizer
     if path is not None:
         load_tokenizer(path)  # a wrong file is told before anything is printed

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from contract import toml_table
 from contract.errors import InvalidArgument, Unavailable
 from gateway import banner
 from gateway.config import configuration, pools, release_file
@@ -47,9 +48,8 @@ _DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({
 
 def add(commands: Any) -> None:
     """Add the command and its actions to a parser's subcommands."""
-    release = commands.add_parser(
-        "release", help="start, shift, roll back or finish a release, or show all (docs/releases.md)"
-    )
+    text = "start, shift, roll back or finish a release, or show all (docs/releases.md)"
+    release = commands.add_parser("release", help=text)
     actions = release.add_subparsers(title="actions", metavar="ACTION", required=True)
     made = {}
     for action, run, summary in (
@@ -61,9 +61,8 @@ def add(commands: Any) -> None:
     ):
         made[action] = parser = actions.add_parser(action, help=summary, description=summary)
         parser.set_defaults(run=run, action=action)
-        parser.add_argument(
-            "--gateway", action="append", metavar="URL", help="ask this gateway in place of the file; status: several"
-        )
+        text = "ask this gateway in place of the file; status: several"
+        parser.add_argument("--gateway", action="append", metavar="URL", help=text)
         if action != "status":
             parser.add_argument("--config", type=Path, help=f"the configuration file; else {variable('config')}")
             parser.add_argument("name", help="of the release")
@@ -71,9 +70,8 @@ def add(commands: Any) -> None:
     start.add_argument("--kind", choices=("canary", "blue_green", "shadow"), help="canary by default")
     start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
     start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
-    start.add_argument(
-        "--weight", type=finite, metavar="PERCENT", help="that the candidate gets; by default 0, or its last"
-    )
+    text = "that the candidate gets; by default 0, or its last"
+    start.add_argument("--weight", type=finite, metavar="PERCENT", help=text)
     start.add_argument("--gate", metavar="FILE", help="of `python -m evals gate --out`, which must say pass above 5 %%")
     start.add_argument("--candidate-sha256", metavar="SHA256", help="of the manifest that the gate must be of")
     automatic, text = argparse.BooleanOptionalAction, "whether it is rolled back by itself; it is by default"
@@ -85,16 +83,12 @@ def add(commands: Any) -> None:
 
 def change(arguments: argparse.Namespace) -> None:
     """Start, shift, roll back or finish a release. Raises: TridentError."""
-    names = {
-        "start": ("kind", "stable", "candidate", "weight", "gate", "candidate_sha256"),
-        "shift": ("to",),
-        "rollback": ("reason",),
-    }
-    fields = {name: getattr(arguments, name) for name in names.get(arguments.action, ())}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if getattr(arguments, "rollback", None) is not None:
+    names = ("kind", "stable", "candidate", "weight", "gate", "candidate_sha256", "to", "reason")
+    given = vars(arguments)
+    fields = {name: given[name] for name in names if given.get(name) is not None}
+    if given.get("rollback") is not None:
         fields["rollback"] = {"automatic": arguments.rollback}
-    path = _file(arguments)
+    path = config_file(arguments)
     if arguments.gateway or path is None:
         for url in arguments.gateway or [_own_url()]:
             call(url, f"/admin/releases/{arguments.name}", {"action": arguments.action, **fields})
@@ -107,7 +101,7 @@ def change(arguments: argparse.Namespace) -> None:
         settings = Settings.from_environment(os.environ)
         return configuration.reading(str(path), table, os.environ, pools.of(settings)).pools
 
-    there = check(configuration.table(path)) if arguments.action == "finish" else None
+    there = check(toml_table.read(path)) if arguments.action == "finish" else None
     shares = there.generating if there is not None else {}
     rules = release_file.apply(path, arguments.action, arguments.name, fields, check, shares)
     _audit(arguments, fields)
@@ -140,7 +134,6 @@ def status(arguments: argparse.Namespace) -> None:
 
 
 def _described(release: dict[str, Any]) -> list[str]:
-    """Return the lines of one release."""
     limits, why = release["rollback"], f" ({release['rolled_back']})" if release["rolled_back"] else ""
     lines = [
         f"\n{release['name']}: {release['kind']}, {release['state']}{why}, weight {release['weight']:g} %, "
@@ -159,7 +152,7 @@ def _described(release: dict[str, Any]) -> list[str]:
 
 
 def _audit(arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
-    """Write what was done; a log that cannot be written is told of and undoes nothing."""
+    """Write what was done; a log that cannot be written undoes nothing."""
     log = os.environ.get(variable("audit_log"))
     try:
         audit = Audit(Path(log) if log else None)
@@ -170,7 +163,8 @@ def _audit(arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
     asyncio.run(audit.write(at_the_command_line(), "operator", action, arguments.name, "ok", after=fields))
 
 
-def _file(arguments: argparse.Namespace) -> Path | None:
+def config_file(arguments: argparse.Namespace) -> Path | None:
+    """Return the configuration file that a command or the environment names."""
     named = os.environ.get(variable("config"), "")
     return arguments.config or (Path(named) if named else None)
 

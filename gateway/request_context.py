@@ -14,18 +14,13 @@ from gateway.models import ServedModel
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Describes the caller of one request.
+    """The caller of one request, and what serves it.
 
-    tenant: the tenant that is charged.
-    protocol: ``http`` (OpenAI) or ``grpc`` (KServe).
-    operation: ``chat``, ``responses``, ``text_completion``, ``batch`` or an encoder's.
-    request_id: the id that callers see in responses and logs. Engines get ids of their own, so that no caller can stop
-        or join another caller's request by guessing its id.
+    protocol: ``http`` (OpenAI) or ``grpc`` (KServe). operation: ``chat``, ``batch``, an encoder's, ….
+    request_id: in responses and logs. Engines get ids of their own: no caller can stop or join a request by a guess.
     carrier: HTTP headers or gRPC metadata, keys in lower case.
-    session: the conversation id that session affinity uses; "" for none.
+    session: the conversation id that session affinity uses; "" for none. user: as the body names it; "" for none.
     own_priority: the ``request_priority`` that the caller sent, 0 to 1.
-    model: that serves it.
-    user: of the caller's, as the body names it; "" for none.
     notes: what became of its prompt, by name (``prompt``, ``context``, …): headers of the response (x-trident-NAME),
         attributes of its span (trident.NAME) and fields of its log line.
     trace: the telemetry.content.ResponseTrace of its response; None without tracing.
@@ -47,7 +42,6 @@ class RequestContext:
     paid: Sequence[int | None] | None = None
 
     def charge(self, source: str = "engine") -> Charge:
-        """Return what it is charged by. source: ``engine``, or where its answer is reused from."""
         return Charge(self.request_id, self.model.name, self.operation, self.model.price, source)
 
     @property

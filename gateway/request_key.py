@@ -18,11 +18,7 @@ def deterministic(request: GenerationRequest) -> bool:
 
 
 def request_key(request: GenerationRequest, tenant: str, engine: str) -> str:
-    """Return 64 hexadecimal digits.
-
-    tenant: so that one tenant's requests show neither in another's responses nor in their latency.
-    engine: hash of the engine's manifest, so that another engine's responses are never served.
-    """
+    """Return 64 hexadecimal digits, which differ by tenant and by engine, the hash of its manifest."""
     fields = {name: value for name, value in dataclasses.asdict(request).items() if name not in _IGNORED}
     # JSON delimits each value; joined parts would collide.
     text = json.dumps([engine, tenant, fields], sort_keys=True, ensure_ascii=True)

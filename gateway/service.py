@@ -38,7 +38,6 @@ from gateway.config.configuration import Configuration
 from gateway.config.policy import ModelRules, Policy, ShadowRules
 from gateway.config.settings import Settings
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
-from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
 from gateway.hooks.hooks import Hooks
@@ -59,30 +58,21 @@ from gateway.samples.recorder import Samples
 from gateway.telemetry import request_log
 from gateway.telemetry.budget_watch import BudgetWatch
 from gateway.telemetry.content import ResponseTrace
-from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
+from gateway.telemetry.metrics import ENGINE, Metrics
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
 from gateway.telemetry.tracing import Tracing, end_span, request_attributes
 from gateway.usage.store import UsageRecord, UsageStore
 from gateway.usage.writer import Writer
 from gateway.watchdog import Watchdog
 
-# A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
-SETTLING_S = 60.0
 CATCH_UP_S = 1.0  # until another worker tells what it knows, and as long for the first probe of a replica
 _LOG = logging.getLogger(__name__)
-
-
-def budget_lease_s(settings: Settings, configuration: Configuration) -> float:
-    """Return how long budget stays reserved for a request whose gateway does not settle it: longer than any takes."""
-    return settings.request_timeout_s + configuration.policy.longest_wait_s + SETTLING_S
 
 
 class Service:
     """Holds the components of one gateway. ``start`` and ``close`` it on the loop that serves; drain before closing.
 
-    keys: finds the tenant of an API key; the configuration by default.
-    replicas: made from the settings by default.
-    link: to the other workers of this gateway; None where there are none.
+    link: to the other workers; None without any.
     """
 
     def __init__(
@@ -90,7 +80,6 @@ class Service:
         settings: Settings,
         configuration: Configuration,
         *,
-        keys: Keys | None = None,
         replicas: Replicas | None = None,
         tracing: Tracing | None = None,
         link: HubLink | None = None,
@@ -105,8 +94,7 @@ class Service:
         self.replicas = replicas or Replicas(settings)
         self.succession = Succession(self.replicas, link, settings.workers)
         breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
-        policy = configuration.policy
-        lease_s = budget_lease_s(settings, configuration)
+        policy, lease_s = configuration.policy, configuration.policy.lease_s(settings.request_timeout_s)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
         self.usage = UsageStore(settings) if settings.usage_db else None
         own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, None if self._redis else self.usage)
@@ -115,7 +103,7 @@ class Service:
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.shared_state = SharedState(settings.redis) if settings.redis else None
-        self.authentication = Authentication(settings, configuration, keys, self.shared_state)
+        self.authentication = Authentication(settings, configuration, self.shared_state)
         self.hooks = Hooks(self.authentication.named, self.metrics.registry)
         if self.shared_state is not None:
             self._concurrency = GatewayCaps(self._concurrency, self.shared_state)
@@ -134,7 +122,7 @@ class Service:
         if self.usage is not None:
             self.ledger = Writer[UsageRecord](list, self.usage.add, self.metrics.usage_lost.inc)
             self.admission.on_charged = self.ledger.add
-        self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
+        self.models = Models(settings, self.replicas.adapters)
         self.prompts = registry.opened(settings.prompts) if settings.prompts else None
         self._prepare(policy)
         self.models.change(self._table(policy))
@@ -142,7 +130,17 @@ class Service:
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers, self.replicas.ready_in)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
-        self.state_metrics = self._state_metrics()
+        self.state_metrics = StateMetrics(
+            replicas=self.replicas.all,
+            upstreams=self.overflow.upstreams,
+            pools=self._pool_states,
+            body_bytes=lambda: self.bodies.held,
+            degraded=lambda: self.admission.degraded,
+            replica_seconds=self.replica_seconds.total,
+            tokens=lambda: self.metrics.engine_tokens,
+            prices=lambda: self.configuration.policy.prices,
+            releases=self.releases.judged,
+        )
         self.samples = Samples(settings, self.metrics.registry, rng)
         self.shadow = Shadow(self.replicas, rng or random.Random(), self.metrics.copied, self.metrics.generated)
         self._runtime = GenerationRuntime(
@@ -157,7 +155,7 @@ class Service:
             self.samples.begin,
         )
         self.replicas.encoders = configuration.pools.encoders
-        self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
+        self.encoding = Encoding(self._runtime, self.admission)
         self._tasks: set[asyncio.Task] = set()
         self._rollbacks: dict[str, asyncio.Task] = {}  # the last one's writing, by release
 
@@ -172,8 +170,8 @@ class Service:
             self.link.reported = self.replicas.reported
             registrations = self.replicas.registrations  # a beat reaches one worker
             self.link.topics |= {"register": registrations.put, "withdraw": registrations.withdraw}
-            self.link.topics["opened"] = self.replicas.suspect
-            self.link.topics |= {"outcomes": self.metrics.outcomes.add, "rolled_back": self._rolled_back_elsewhere}
+            self.link.topics |= {"opened": self.replicas.suspect, "outcomes": self.metrics.outcomes.add}
+            self.link.topics["rolled_back"] = self._rolled_back_elsewhere
             self.watchdog.add(self.link)
         if self.shared_state is not None:
             self.shared_state.suspect = self.replicas.suspect
@@ -182,10 +180,7 @@ class Service:
         await self.replicas.start()
         if self.link is not None:
             await self._catch_up(self.link)
-        self.watchdog.add(self.replica_seconds)
-        self.watchdog.add(self.replicas.registrations)
-        self.watchdog.add(self.admission)
-        self.watchdog.add(self.releases)
+        self.watchdog.add(self.replica_seconds, self.replicas.registrations, self.admission, self.releases)
         self._run(self.watchdog.run())
         self._run(self.configuration.watch())
         if self.prompts is not None:
@@ -249,20 +244,14 @@ class Service:
         self._run(self.authentication.audit.write("this gateway", "operator", action, target, result, **more))
 
     def _release(self) -> None:
-        """Divide and copy requests as the releases stand."""
-        releases, shadow = self.releases.current, self.configuration.policy.shadow
-        self.replicas.releases = releases
-        self.shadow.rules = {
-            rules.stable: ShadowRules(pool=rules.candidate, fraction=rules.share)
-            for rules in releases.values()
-            if rules.kind == "shadow" and rules.share
-        } | ({None: shadow} if shadow is not None else {})
+        self.replicas.releases, shadow = self.releases.current, self.configuration.policy.shadow
+        copied = [rules for rules in self.replicas.releases.values() if rules.kind == "shadow" and rules.share]
+        copies = {rules.stable: ShadowRules(pool=rules.candidate, fraction=rules.share) for rules in copied}
+        self.shadow.rules = copies | ({None: shadow} if shadow is not None else {})
 
     async def change_release(self, name: str, action: str, fields: Mapping[str, Any]) -> None:
-        """Change a release, here at once and in the file before this returns; a rollback also where that cannot be
-        written.
-
-        Raises: what release_file.apply raises, and NotFound without a configuration file.
+        """Change a release, here at once and in the file before this returns; a rollback also where the file cannot be
+        written. Raises: what release_file.apply raises, and NotFound without a configuration file.
         """
         path = self.configuration.path
         if path is None:
@@ -301,7 +290,7 @@ class Service:
             self.shared_state.opened(url)
 
     def tell_workers(self, topic: str, *message: Any) -> None:
-        """Tell the other workers of this gateway what only this one was told; see ``start``."""
+        """Tell the other workers of this gateway what only this one was told."""
         if self.link is not None:
             self.link.publish(topic, *message)
 
@@ -309,7 +298,6 @@ class Service:
         return served_models.table(self.settings, policy, self.configuration.pools)
 
     def _prepare(self, policy: Policy) -> None:
-        """Load the hooks and check the models. Raises InvalidArgument."""
         self.hooks.prepare(policy.hooks)
         served_models.check(self.settings, policy, self.configuration.pools)
 
@@ -353,24 +341,18 @@ class Service:
 
     def serving_pools(self) -> list[str]:
         """Return the pools that callers are sent to: public ones, and those of tenants and models."""
-        pinned = self.configuration.pinned_pools().union(*self.models.pools.values())
-        pinned |= self.replicas.encoders | {
-            rule.candidate for rule in self.releases.current.values() if rule.served_share
-        }
+        pinned = self.configuration.pinned_pools().union(self.replicas.encoders, *self.models.pools.values())
+        pinned |= {rule.candidate for rule in self.releases.current.values() if rule.served_share}
         return [pool for pool in self.replicas.pools if pool in self.replicas.public or pool in pinned]
 
     async def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant of a request; see Authentication."""
         return await self.authentication.tenant(headers)
 
     async def routed(
         self, model: str, requests: Sequence[GenerationRequest], context: RequestContext
     ) -> RequestContext:
-        """Return the context of ``requests`` with their class, the model of that name, or that a router chose, and its
-        pool.
-
-        Raises: what ``classified`` and Models.serving raise, and Unavailable if the model has no replicas and no
-        upstream that accepts.
+        """Return the context of ``requests`` with their class, the model of that name or of a router's choice, and its
+        pool. Raises: as ``classified`` and Models.serving, and Unavailable if nothing can serve the model.
         """
         context = self.classified(context)
         tenant = context.tenant
@@ -427,9 +409,9 @@ class Service:
         return next((pool for pool in pools if self.replicas.ready_in(pool)), pools[0])
 
     async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
-        """Admit the requests of one caller together and returns their choices.
+        """Admit the requests of one caller together; return their choices, which the caller must close in any case.
 
-        Nothing is sent to a replica before the choices are read. The caller must close them in any case.
+        Nothing is sent to a replica before the choices are read.
         Raises what FairAdmission.admit raises, and Unavailable while the gateway drains.
         """
         began_s = time.monotonic()
@@ -468,16 +450,15 @@ class Service:
 
     async def admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
         """Return the permit of one caller's requests. Raises as ``choices``."""
-        tenant, accepts = context.tenant, self.fallback.accepts(context)
-        metrics, began_s = self.metrics, time.monotonic()
+        tenant, metrics, began_s = context.tenant, self.metrics, time.monotonic()
         metrics.waiting.inc()
         try:
-            with self.live.admitting:
+            with self.live.admitting():
                 targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
                 elsewhere = targets is not None or self.configuration.policy.degradation is not None
                 down = elsewhere and not self.replicas.serves(tenant.pool)
                 more = (down, context.caller, targets, tokens, context.charge())
-                permit = await self.admission.admit(requests, tenant, accepts, *more)
+                permit = await self.admission.admit(requests, tenant, self.fallback.accepts(context), *more)
                 try:
                     self.live.check_not_cut_off()
                 except TridentError:
@@ -495,7 +476,7 @@ class Service:
     def request_span(
         self, context: RequestContext, requests: Sequence[GenerationRequest], source: str, **more: Any
     ) -> Span | None:
-        """Start the span of a request. source: ENGINE, or where a reused answer comes from. more: its attributes."""
+        """Start the span of a request. source: ENGINE, or where a reused answer comes from. more: attributes."""
         if not self.tracing.on:
             return None
         attributes = request_attributes(requests, context.model.name, context.session, context.protocol != "grpc")
@@ -520,25 +501,12 @@ class Service:
 
     def refused(self, context: RequestContext, error: TridentError, began_s: float) -> None:
         """Count and logs a request that was refused before generation."""
-        self.metrics.rejections.labels(refusal_reason(error)).inc()
+        self.metrics.rejected(error)
         request_log.write(context, error, began_s)
 
     def _overflow_targets(self) -> Sequence[str]:
         degradation = self.configuration.policy.degradation
         return degradation.overflow if degradation is not None else ()
-
-    def _state_metrics(self) -> StateMetrics:
-        return StateMetrics(
-            replicas=self.replicas.all,
-            upstreams=self.overflow.upstreams,
-            pools=self._pool_states,
-            body_bytes=lambda: self.bodies.held,
-            degraded=lambda: self.admission.degraded,
-            replica_seconds=self.replica_seconds.total,
-            tokens=lambda: self.metrics.engine_tokens,
-            prices=lambda: self.configuration.policy.prices,
-            releases=self.releases.judged,
-        )
 
     def _pool_states(self) -> Iterator[PoolState]:
         for pool in self.replicas.pools:

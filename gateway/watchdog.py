@@ -28,17 +28,15 @@ class Watchdog:
         self._watched: dict[Watched, None] = {}  # in the order they were added
 
     def __len__(self) -> int:
-        """Return the number of objects that are checked."""
         return len(self._watched)
 
-    def add(self, watched: Watched) -> None:
-        self._watched[watched] = None
+    def add(self, *watched: Watched) -> None:
+        self._watched |= dict.fromkeys(watched)
 
     def discard(self, watched: Watched) -> None:
         self._watched.pop(watched, None)
 
     async def run(self) -> None:
-        """Run until it is cancelled."""
         while True:
             due_s = time.monotonic() + self.period_s
             await asyncio.sleep(self.period_s)

@@ -1,8 +1,7 @@
 """One metrics page of the pages of several workers.
 
-Samples are added up by the text of their names and labels, which all workers write alike. The parent makes a page on
-the event loop that admits requests, and prometheus_client's parser takes 25 times as long; the one of
-contract/prometheus.py drops HELP and TYPE.
+Samples are added up by the text of their names and labels, which all workers write alike: prometheus_client's parser
+takes 25 times as long, on the event loop that admits requests, and contract/prometheus.py drops HELP and TYPE.
 """
 
 from __future__ import annotations
@@ -14,24 +13,9 @@ from prometheus_client.utils import floatToGoString
 
 _PREFIX = "trident_gateway_"
 # What all workers see alike; everything else is added up.
-_SAME = tuple(
-    f"{_PREFIX}{name}"
-    for name in (
-        "replica_healthy",
-        "breaker_state",
-        "replica_waiting",
-        "replica_kv_usage_ratio",
-        "replica_slots",
-        "replica_tokens_per_second",
-        "pool_",
-        "quality_drift",
-        "queue_depth",
-        "replica_seconds",
-        "cost_total",
-        "release_",
-        "budget_used_ratio",
-    )
-)
+_OF_REPLICAS = ("healthy", "waiting", "kv_usage_ratio", "slots", "tokens_per_second", "seconds")
+_OTHERS = ("breaker_state", "pool_", "quality_drift", "queue_depth", "cost_total", "release_", "budget_used_ratio")
+_SAME = tuple(_PREFIX + name for name in (*(f"replica_{name}" for name in _OF_REPLICAS), *_OTHERS))
 _EACH = tuple(f"{_PREFIX}pool_{name}_total" for name in ("calls", "refusals", "tokens"))
 _PER_TOKEN = f"{_PREFIX}cost_per_1000_tokens"
 
@@ -98,7 +82,6 @@ def _parsed(page: str) -> _Page:
 
 
 def _sum(pages: Iterable[_Page]) -> _Page:
-    """Return each family once, with its samples added up."""
     merged: _Page = {}
     for page in pages:
         for name, family in page.items():

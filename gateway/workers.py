@@ -44,13 +44,12 @@ def socket_of(folder: Path, number: int) -> Path:
 
 
 class Workers:
-    """The workers of one gateway, at these ports. lease_s: of reserved budget."""
+    """The workers of one gateway, at these ports."""
 
-    def __init__(
-        self, settings: Settings, configuration: Configuration, http_port: int, grpc_port: int, lease_s: float
-    ) -> None:
+    def __init__(self, settings: Settings, configuration: Configuration, http_port: int, grpc_port: int) -> None:
         self._settings, self._ports = settings, (http_port, grpc_port)
         self._folder = Path(tempfile.mkdtemp(prefix="trident-gateway-"))
+        lease_s = configuration.policy.lease_s(settings.request_timeout_s)
         here = settings.usage_db and not configuration.policy.budgets.redis  # whether it keeps days and months
         database = UsageStore(settings) if here else None
         self._hub = Hub(settings.max_in_flight, lease_s, self._ready, database)
@@ -129,7 +128,6 @@ class Workers:
             await asyncio.sleep(pause_s)
 
     async def _run(self, number: int) -> int:
-        """Run a worker; return its exit code."""
         self._serving.discard(number)
         own, end = socket.socketpair()
         with contextlib.closing(end):

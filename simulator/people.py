@@ -19,7 +19,6 @@ from gateway.config.policy import Policy
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
-from gateway.telemetry.metrics import refusal_reason
 from simulator.invariants import Ledger
 from simulator.replica import Prompt
 from simulator.routes import could_move
@@ -183,7 +182,7 @@ class People:
                         raise
                     await asyncio.sleep(wait_s)
         except TridentError as error:
-            record.error = f"{refusal_reason(error)}: {error}"
+            record.error = f"{error.reason or type(error).__name__}: {error}"
             record.retry_after = bool(error.retry_after_s)
         except asyncio.CancelledError:
             record.cancelled = True

@@ -55,7 +55,6 @@ from gateway.models import ServedModel
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
 from gateway.routing.replicas import RoutedReplica
-from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
@@ -233,7 +232,7 @@ class KServeEndpoint(GrpcEndpoint):
                 try:
                     lease.take(size)
                 except Overloaded as error:
-                    service.metrics.rejections.labels(refusal_reason(error)).inc()
+                    service.metrics.rejected(error)
                     raise
                 return await self._generate(request, tenant, carrier, context, writer)
         except TridentError:

@@ -38,7 +38,6 @@ from gateway.prompts import json_text
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry.content import ResponseTrace
-from gateway.telemetry.metrics import refusal_reason
 from gateway.tools import chat_format
 from gateway.tools.cutter import CutterRules
 
@@ -98,7 +97,7 @@ class OpenAIEndpoint:
         except ClientDisconnect:
             return None
         except TridentError as exc:
-            self._service.metrics.rejections.labels(refusal_reason(exc)).inc()
+            self._service.metrics.rejected(exc)
             rejection = error_responses.http(exc)
         except BodyTooLarge:
             problem = f"the body must be at most {settings.max_body_bytes} bytes"

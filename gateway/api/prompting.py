@@ -18,8 +18,7 @@ from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.strict_model import LevelLimit, StrictModel
 from gateway.api.vocabulary import vocabulary_of
 from gateway.choices import ChoiceDeltas, together
-from gateway.config.context import ContextRules
-from gateway.config.policy import ModelRules
+from gateway.config.policy import ContextRules, ModelRules
 from gateway.config.settings import variable
 from gateway.prompts import long_chat
 from gateway.prompts.chat_tokens import ChatTokens, chat_tokens, context_length, context_limit, counted, prompt_bytes

@@ -12,7 +12,6 @@ from gateway.choices import ChoiceDelta, ChoiceDeltas, total
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry import request_log
-from gateway.telemetry.metrics import error_type
 from gateway.telemetry.tracing import end_request, end_span, generation_attributes
 
 # The metrics' label ``source``, by the value of x-trident-cache.
@@ -45,7 +44,7 @@ class ReusedResponse:
         """
         service = self._service
         try:
-            with service.live.admitting:
+            with service.live.admitting():
                 self._permit = await service.admission.admit_reader(
                     self._context.tenant, self._context.charge(self._source)
                 )
@@ -85,16 +84,7 @@ class ReusedResponse:
         ends = [self._ends[choice] for choice in sorted(self._ends)]
         end = next(iter(ends), "") if seen is None else ""
         first_s = self._first_s - self._began_s if self._first_s else None
-        service.metrics.ended(
-            context.operation,
-            context.model.name,
-            pool="",
-            began_s=self._began_s,
-            first_s=self._first_s,
-            finish_reason=end,
-            error_type=error_type(seen),
-            source=self._source,
-        )
+        service.metrics.ended(context, seen, end, began_s=self._began_s, first_s=self._first_s, source=self._source)
         if usage is not None:
             service.metrics.used(context.tenant.name, usage, self._source)
         end_request(self._span, context.trace, seen, generation_attributes(usage, ends, first_s))

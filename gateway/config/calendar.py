@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from functools import lru_cache
 from typing import Literal, NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -43,14 +42,12 @@ def period_at(length: Length, zone: str, at_s: float) -> Period:
     return found
 
 
-@lru_cache(1024)
 def _period(length: Length, zone: str, first: datetime.date) -> Period:
     start_s, end_s = (midnight_s(date, zone) for date in (first, _after(length, first)))
     return Period(first.isoformat()[: 7 if length == "month" else 10], start_s, end_s)
 
 
 def _after(length: Length, date: datetime.date) -> datetime.date:
-    """Return the first date of the next period."""
     if length == "day":
         return date + datetime.timedelta(days=1)
     return (date.replace(day=1) + datetime.timedelta(days=31)).replace(day=1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from contract import toml_table
 from contract.errors import InvalidArgument
 from gateway.config import policy, release, tenants
 from gateway.config.identity import expanded
@@ -20,11 +20,6 @@ from gateway.config.pools import Pools
 from gateway.config.settings import variable
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import KeyTable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 POLL_S = 0.5  # a release that is rolled back has no new requests within a second
 _ANYBODY = Tenant()
@@ -52,7 +47,7 @@ def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[s
     pools: those of the environment, or only where their replicas are.
     Raises InvalidArgument that names the file, the place in it and what is allowed there.
     """
-    return reading(str(path), table(path) if path is not None else {}, environ, pools)
+    return reading(str(path), toml_table.read(path) if path is not None else {}, environ, pools)
 
 
 def reading(
@@ -61,15 +56,13 @@ def reading(
     """Return the reading of a file's table. Raises: as ``read``."""
     start = pools if isinstance(pools, Pools) else Pools(pools)
     rules = policy.read(path, found, environ)
-    candidates = frozenset(rule.candidate for rule in rules.releases.values())
-    there = start.changed(path, rules.pools, candidates)
-    policy.check_pools(path, rules.pools_used, there.sources)
+    there = start.changed(path, rules.pools, frozenset(rule.candidate for rule in rules.releases.values()))
+    keys, default_team = tenants.read(path, found, environ, rules), rules.identity.default_team
+    policy.check_named(path, rules.pools_used + keys.pools_used, there.sources, "pools")
     release.check(path, rules.releases, there.weights or {}, there.encoders)
     release.check_gates(path, rules.releases)
-    keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
-    if default_team and not keys.has_team(default_team):
+    if default_team and not keys.orgs.has(default_team):
         raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
-    policy.check_pools(path, keys.pools_used, there.sources)
     others = bool(rules.identity.issuers) or bool(environ.get(variable("key_store")))
     for field, name in rules.tenants_named:
         if not default_team and not keys.may_have(name, others):
@@ -77,25 +70,16 @@ def reading(
     if keys.quotas and not (rules.budgets.redis or environ.get(variable("usage_db"))):
         problem = f"days and months need {variable('usage_db')}, or [budgets] redis, where they outlive a restart"
         raise InvalidArgument(f"{path}: {next(iter(keys.quotas))}", problem)
-    for place, level in keys.quotas.items():
-        for scope in level.scopes:
-            if rules.models and scope.model and scope.model.partition(":")[0] not in (*rules.models, *there.sources):
-                allowed = f"must be one of the models {', '.join(rules.models)}, got {scope.model!r}"
-                raise InvalidArgument(f"{path}: {place}.limits.model", allowed)
+    if rules.models:
+        scoped = [
+            (place, scope.model.partition(":")[0]) for place, level in keys.quotas.items() for scope in level.scopes
+        ]
+        used = [(f"{place}.limits.model", model) for place, model in scoped if model]
+        policy.check_named(path, used, [*rules.models, *filter(None, there.sources)], "models")
     free = [name for name, model in rules.models.items() if model.price is None and not model.router]
     if any(quota.money for level in keys.quotas.values() for quota in level.quotas) and (free or not rules.models):
         _LOG.warning("%s: money is limited, and %s have no price", path, ", ".join(free) or "all models")
     return Reading(keys, rules, there)
-
-
-def table(path: Path) -> dict[str, Any]:
-    """Return the file's TOML table. Raises InvalidArgument."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise InvalidArgument(str(path), f"cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, RecursionError) as exc:  # of integers with thousands of digits, and thousands of brackets, too
-        raise InvalidArgument(str(path), f"cannot be read as TOML: {exc}") from exc
 
 
 class Configuration:
@@ -103,14 +87,14 @@ class Configuration:
 
     A reading that fails changes nothing: the last good one stays, the reason is logged once and stands in ``problem``.
     The first one raises it. ``changed`` is called after every good reading but the first, ``prepare`` before it takes
-    effect, in another thread, with its rules; it may raise InvalidArgument. ``noted`` is called with the problem of a
-    reading, or with "" and the sections that changed.
+    effect, in another thread; it may raise InvalidArgument. ``noted`` is called with the problem of a reading, or ""
+    and the sections that changed.
     """
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
         self.path, self._environ, self._pools = path, environ, pools
         self._seen: dict[Path, _Status | None] = {path: _status(path)} if path is not None else {}
-        found = table(path) if path is not None else {}
+        found = toml_table.read(path) if path is not None else {}
         self._watch(found)
         self._reading = reading(str(path), found, environ, pools)
         self.changed: Callable[[], None] = lambda: None
@@ -140,11 +124,10 @@ class Configuration:
     @property
     def has_roles(self) -> bool:
         """Whether a caller can be more than a caller."""
-        return self._others or self._reading.keys.has_admins()
+        return self._others or any(tenant.administers for tenant in self._reading.keys.tenants())
 
     @property
     def _others(self) -> bool:
-        """Whether callers can have tokens or stored keys."""
         return self.stored_keys or bool(self.policy.identity.issuers)
 
     def tenant(self, api_key: str) -> Tenant:
@@ -153,20 +136,23 @@ class Configuration:
 
     def member(self, org: str, team: str, key: str) -> Tenant | None:
         """Return the tenant of a caller whose key is not in the file; None for an unknown team."""
-        return self._reading.keys.member(org, team, key, self.policy.identity.default_team)
+        return self._reading.keys.orgs.member(org, team, key, self.policy.identity.default_team)
 
     def pinned_pools(self) -> set[str]:
         """Return the pools that tenants are pinned to."""
-        return self._reading.keys.pools(self._others)
+        return {tenant.pool for tenant in self._reading.keys.tenants(self._others) if tenant.pool}
 
     def sampled(self) -> set[str]:
         """Return the tenants whose prompts and answers may be kept, as the log names them."""
-        found = self._reading.keys.sampled(self._others)
+        found = {tenant.name for tenant in self._reading.keys.tenants(self._others) if tenant.samples}
         like_default = self._others and self.policy.identity.default_team in found
         return found | ({"teams that are not in the file"} if like_default else set())
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        """See tenants.Keys."""
+        """Return a tenant as its key sees it now, for work that outlives its request; None if the key is gone.
+
+        key: name of the key's level; "" without keys.
+        """
         found = _ANYBODY if self.keyless and not key else self._reading.keys.named(key)
         return found if found is not None and found.name == tenant else None
 
@@ -191,7 +177,7 @@ class Configuration:
         async with self._reloading:
             self._seen = {path: _status(path) for path in self._seen}
             try:
-                found = await asyncio.to_thread(table, self.path) if self.path is not None else {}
+                found = await asyncio.to_thread(toml_table.read, self.path) if self.path is not None else {}
                 self._watch(found)
                 # Thousands of keys take a while to read, and streams must not stand still meanwhile.
                 new = await asyncio.to_thread(reading, str(self.path), found, self._environ, self._pools)
@@ -213,7 +199,7 @@ class Configuration:
     def _take(self, reading: Reading) -> None:
         keys, old, self._reading, self.problem = self._reading.keys, self.policy, reading, ""
         changed = [name for name in policy.SECTIONS if getattr(old, name) != getattr(reading.policy, name)]
-        self.noted("", changed + (["orgs"] if keys.file != reading.keys.file else []))
+        self.noted("", changed + (["orgs"] if keys.orgs.table != reading.keys.orgs.table else []))
         for place, before, after in (
             ("[budgets] redis", old.budgets.redis, reading.policy.budgets.redis),
             ("[reuse]", old.reuse, reading.policy.reuse),

@@ -12,19 +12,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from gateway.config.rules import Rules
+from gateway.config.rules import NAME, Name, Rules
 
 _Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 _Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#]+[^\s?#]*$", max_length=2000)]
 _Text = Annotated[str, Field(min_length=1, max_length=1000)]
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _SPACED = ("scope", "scp")  # claims whose text is a list with blanks between
 # Signatures by a key that the gateway does not have: with a shared secret, or none, it could make tokens by itself.
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA"]
 
 
 def _listed(value: Any) -> Any:
-    """Return one text or several as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -79,7 +77,7 @@ class LevelRule(ClaimRule):
     """Gives the name of a level: ``name``, or the first text of a claim, as ``names`` call it where it is there."""
 
     claim: str = ""
-    name: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")] = ""
+    name: Annotated[str, Field(pattern=f"^$|{NAME}")] = ""
     names: Mapping[_Text, str] = {}
 
     @model_validator(mode="after")
@@ -100,13 +98,9 @@ _Level = Annotated[LevelRule, BeforeValidator(_fixed)]
 class IssuerRules(Rules):
     """One issuer of tokens.
 
-    issuer: the ``iss`` of its tokens; its OpenID discovery document is below it.
-    audience: one of these must be an ``aud`` of a token.
-    algorithms: of signatures that are accepted.
-    jwks_url, jwks_file: where its keys are; neither: where its discovery document says.
-    ca_file: certificates, in PEM, that its server is checked with; None: the system's.
+    issuer: the ``iss`` of its tokens; its OpenID discovery document is below it, and tells where its keys are unless
+        jwks_url or jwks_file does. audience: one of these must be an ``aud`` of a token.
     org, team, key: the levels of the caller. Without org, the team's text is ORG/TEAM.
-    operators, org_admins, team_admins: who has such a role; none without a rule.
     """
 
     issuer: _Url
@@ -132,17 +126,9 @@ class IssuerRules(Rules):
 
 
 class IdentityRules(Rules):
-    """issuers: by a name that the names of their callers begin with.
+    """issuers: by a name that the names of their callers begin with. refetch_s: anybody can send unknown key ids."""
 
-    default_team: ORG/TEAM whose limits and models a team has that is not in the file; "": such a team is refused.
-    leeway_s: by which the clocks of issuers may differ from this one.
-    refresh_s: time between two readings of an issuer's keys.
-    refetch_s: time between two readings because of unknown key ids, which anybody can send.
-    max_age_s: how long keys are used while they cannot be read again.
-    cache_s: how long a token that was verified is not verified again, until it expires at most.
-    """
-
-    issuers: Mapping[Annotated[str, Field(pattern=_NAME)], IssuerRules] = {}
+    issuers: Mapping[Name, IssuerRules] = {}
     default_team: Annotated[str, Field(pattern=r"^([A-Za-z0-9][\w.-]{0,63}/[A-Za-z0-9][\w.-]{0,63})?$")] = ""
     leeway_s: Annotated[float, Field(ge=0, le=600)] = 60.0
     refresh_s: _Seconds = 300.0
@@ -162,7 +148,7 @@ class IdentityRules(Rules):
 
 def level_name(text: str) -> str | None:
     """Return a text of a claim as the name of an organisation or a team; None if it cannot be one."""
-    return text if re.fullmatch(_NAME, text) else None
+    return text if re.fullmatch(NAME, text) else None
 
 
 def _value(claims: Any, path: str) -> Any:

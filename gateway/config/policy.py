@@ -5,32 +5,30 @@ docs/gateway-configuration.md shows a file with every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from contract import toml_table
 from contract.errors import InvalidArgument
 from contract.generation import Usage
 from gateway.config.calendar import check_zone
-from gateway.config.context import ContextRules
-from gateway.config.hooks import HookRules
 from gateway.config.identity import ExpandedPath, IdentityRules, expanded
 from gateway.config.release import ReleaseRules
-from gateway.config.rules import PoolName, RedisUrl, Rules, Seconds
+from gateway.config.rules import LIST, NAMES, Fraction, Name, PoolName, PositiveFraction, RedisUrl, Rules, Seconds
 from gateway.config.samples import SampleRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
 # answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
 QUANTUM_TOKENS = 128
+SETTLING_S = 60.0  # that a settlement may take, however often it is retried
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**48)]
 _Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
 _Name = Annotated[str, Field(pattern="^[ -~]{1,64}$")]  # also in headers
-_ReleaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
 ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
@@ -39,28 +37,11 @@ ReasoningFormat = Literal["auto", "tagged", "open", "none"]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
 
-def _names(value: Any) -> Any:
-    """Return one name or several as a tuple."""
-    if isinstance(value, str):
-        return (value,) if value else ()
-    return tuple(value) if isinstance(value, list) else value
-
-
 class AdmissionRules(Rules):
-    """Who may run, and who waits.
-
-    max_running: requests at the replicas of each pool; 0 for as many as the replicas report.
-    tenant_share: share of the slots that one tenant may hold; the rest stays free for other tenants at any time.
-    short_reserve: share of the slots, at least one, that only short requests may take; 0 for none.
-    max_wait_s: longest time in the queue, whatever the request's own deadline.
-    max_waiting_per_class, max_waiting_per_tenant: requests that may wait at each pool.
-    max_in_flight_of_class: requests in flight at each pool, by priority class.
-    quantum_tokens: tokens of a tenant's turn, times its weight.
-    aging_s: waiting time after which a class shares the turns of the next more urgent one.
-    """
+    """Who may run at each pool, and who waits."""
 
     max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    tenant_share: PositiveFraction = 0.8
     short_reserve: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     max_wait_s: Seconds = 30.0
     max_waiting_per_class: _Count = 1000
@@ -71,22 +52,13 @@ class AdmissionRules(Rules):
 
 
 class ClassRules(Rules):
-    """One class of requests.
-
-    priority: 0 (most urgent) to 9, in the gateway's queues and in the engine's.
-    operations: whose requests are in the class unless their key has another.
-    max_wait_s: longest time in the queue; None: as in AdmissionRules.
-    max_tokens: cap of a request's ``max_tokens``; None for none.
-    share: its requests get a slot while it and the less urgent ones hold less than this share of a pool's slots; the
-        rest is kept free for more urgent ones.
-    ttft_s, itl_s: objectives of the time to the first token and the mean time between tokens; None for none.
-    """
+    """One class of requests. What is beyond its ``share`` of a pool's slots is kept free for more urgent classes."""
 
     priority: Annotated[int, Field(ge=0, le=9)]
-    operations: Annotated[tuple[Operation, ...], BeforeValidator(_names)] = ()
+    operations: Annotated[tuple[Operation, ...], NAMES] = ()
     max_wait_s: Seconds | None = None
     max_tokens: _Count | None = None
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    share: PositiveFraction = 1.0
     ttft_s: Seconds | None = None
     itl_s: Seconds | None = None
 
@@ -94,19 +66,15 @@ class ClassRules(Rules):
 class DegradationRules(Rules):
     """From which pressure on requests are degraded. Pressure: the fullest bound as a fraction, 1 is full.
 
-    shorter_at: from here on ``max_tokens`` of a request is capped.
-    overflow_at: from here on requests go to an overflow target that accepts them.
-    refuse_at: from here on requests are refused.
-    max_tokens: the cap.
-    overflow: names of the targets, in order of preference. They also serve requests whose pool has no healthy replica,
-        and those that fail elsewhere before their first token.
+    overflow: targets in order. They also serve requests whose pool has no healthy replica, or that fail elsewhere
+        before their first token.
     """
 
     shorter_at: _Fullness = 0.7
     overflow_at: _Fullness = 0.85
     refuse_at: _Fullness = 1.0
     max_tokens: _Count = 128
-    overflow: Annotated[tuple[_Name, ...], BeforeValidator(_names), Field(max_length=16)] = ()
+    overflow: Annotated[tuple[_Name, ...], NAMES, Field(max_length=16)] = ()
 
     @model_validator(mode="after")
     def _rising(self) -> DegradationRules:
@@ -132,11 +100,7 @@ class ModelPrice(Rules):
 
 
 class UpstreamEndpoint(Rules):
-    """One key of an upstream, or one of its regions.
-
-    model: None: the target's. price: what 1,000 tokens cost here.
-    spend_per_day: bound of what a UTC day may cost, at this gateway; None for none.
-    """
+    """One key of an upstream, or one of its regions. model: None: the target's. spend_per_day: at this gateway."""
 
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     model: str | None = None
@@ -182,19 +146,15 @@ class OverflowTarget(Rules):
 class TracingRules(Rules):
     """content: organisations, teams or keys whose prompts and outputs are written to spans."""
 
-    content: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
+    content: Annotated[tuple[_Name, ...], NAMES] = ()
 
 
 class BudgetRules(Rules):
-    """redis: shared by many gateways; holds from the next start on.
-
-    time_zone: of days and months, where a level has no other. warn_at: the used part of one from which on callers are
-    told, likewise.
-    """
+    """What holds of days and months where a level has nothing else. redis: holds from the next start on."""
 
     redis: Annotated[RedisUrl, Field(repr=False)] = ""
     time_zone: Annotated[str, BeforeValidator(check_zone)] = "UTC"
-    warn_at: Annotated[float, Field(gt=0, le=1)] = 0.8
+    warn_at: PositiveFraction = 0.8
 
 
 class ReuseRules(Rules):
@@ -209,7 +169,7 @@ class ReuseRules(Rules):
 
 class ShadowRules(Rules):
     pool: _Name
-    fraction: Annotated[float, Field(ge=0, le=1)]
+    fraction: Fraction
     max_running: _Count = 8
 
 
@@ -238,29 +198,36 @@ def _pool(value: object) -> object:
     return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-class ModelRules(Rules):
-    """One model, or a router to models.
+class ContextRules(Rules):
+    """What is left out of a chat so that prompt and ``max_tokens`` fit (docs/prompts.md)."""
 
-    pools: of its replicas; with several, requests are spread by the pools' weights.
+    policy: Literal["drop_oldest", "keep_system", "summarise"]
+    prompt_tokens: _Count | None = None
+    summary_model: str | None = None
+    summary_tokens: Annotated[int, Field(ge=8, le=4096)] = 128
+    summary_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> ContextRules:
+        if (self.policy == "summarise") != (self.summary_model is not None):
+            raise ValueError("summary_model must be set for policy summarise, and left out of other policies")
+        return self
+
+
+class ModelRules(Rules):
+    """One model, or a router to models, smallest first.
+
     fallbacks: overflow targets that serve it when its pools cannot, in order; without pools they serve all of it.
-    router: names of models, smallest first.
-    aliases: further names.
-    adapters: LoRA adapters of its engine, requested as MODEL:ADAPTER.
-    capabilities: what it can do; None: not checked here.
-    context_length: prompt and output, in tokens; a router leaves out a model that is too small.
-    tokenizer: its tokenizer.json; None: prompts are estimated.
-    context: what is left out of a chat that is too long; None: it is refused.
-    plain_tools: whether titles, examples and comments are left out of the schemas of tools.
-    tool_format, reasoning_format: as TRIDENT_GATEWAY_TOOL_FORMAT and _REASONING_FORMAT, which hold where it is auto.
-    adapter_prices: of adapters whose price is not the model's.
+    capabilities: None: not checked here. context_length: prompt and output. adapters: those that its replicas report
+        without any. tool_format, reasoning_format: where ``auto``, the setting holds.
     """
 
-    pools: Annotated[tuple[PoolName, ...], BeforeValidator(_names)] = ()
-    fallbacks: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
-    router: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
-    aliases: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
-    adapters: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
-    capabilities: Annotated[tuple[Capability, ...] | None, BeforeValidator(_names)] = None
+    pools: Annotated[tuple[PoolName, ...], NAMES] = ()
+    fallbacks: Annotated[tuple[_Name, ...], NAMES] = ()
+    router: Annotated[tuple[_ModelName, ...], NAMES] = ()
+    aliases: Annotated[tuple[_ModelName, ...], NAMES] = ()
+    adapters: Annotated[tuple[_ModelName, ...], NAMES] = ()
+    capabilities: Annotated[tuple[Capability, ...] | None, NAMES] = None
     context_length: _Count | None = None
     tokenizer: ExpandedPath | None = None
     tool_format: ToolFormat = "auto"
@@ -277,6 +244,18 @@ class ModelRules(Rules):
         if bool(self.router) == bool(self.pools or self.fallbacks):
             raise ValueError("must have either router, or pools or fallbacks")
         return self
+
+
+class HookRules(Rules):
+    """One hook; those of a file are called in its order (docs/hooks.md)."""
+
+    use: Annotated[str, Field(min_length=1)]
+    options: Mapping[str, Any] = {}
+    tenants: Annotated[tuple[str, ...], LIST] = ()
+    timeout_ms: Annotated[float, Field(gt=0, le=60_000)] = 100.0
+    on_failure: Literal["open", "closed"] = "closed"
+    threads: Annotated[int, Field(ge=1, le=64)] = 4
+    max_hangs: Annotated[int, Field(ge=1, le=1000)] = 3
 
 
 class Prices(Rules):
@@ -296,7 +275,7 @@ class Policy(Rules):
     shadow: ShadowRules | None = None
     pools: Mapping[PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     models: Mapping[_ModelName, ModelRules] = {}
-    releases: Mapping[_ReleaseName, ReleaseRules] = {}
+    releases: Mapping[Name, ReleaseRules] = {}
     hooks: Mapping[_Name, HookRules] = {}
     tracing: TracingRules = TracingRules()
     prices: Prices | None = None
@@ -317,6 +296,10 @@ class Policy(Rules):
         """The longest time in a queue of any class."""
         return max([self.admission.max_wait_s, *(rules.max_wait_s or 0.0 for rules in self.classes.values())])
 
+    def lease_s(self, request_timeout_s: float) -> float:
+        """Return how long budget stays reserved for a request that is not settled: longer than any takes."""
+        return request_timeout_s + self.longest_wait_s + SETTLING_S
+
     @property
     def tenants_named(self) -> list[tuple[str, str]]:
         """Every (field, name) where a rule names an organisation, a team or a key."""
@@ -335,53 +318,37 @@ class Policy(Rules):
 
 FILE = "$file:"
 SECTIONS = tuple(Policy.model_fields)
-_POLICY = TypeAdapter(Policy)
 
 
 def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
     """Return the rules in ``table``. Raises InvalidArgument that names the file, the field and what is allowed."""
     sections = {name: table[name] for name in SECTIONS if name in table}
-    try:
-        policy = _POLICY.validate_python(_from_environment(path, sections, environ))
-    except ValidationError as exc:
-        raise _named(path, exc) from None
-    degradation = policy.degradation
+    policy = toml_table.checked(Policy, _from_environment(path, sections, environ), path, shown=False)
+    models, degradation = policy.models, policy.degradation
     used = [("degradation.overflow", target) for target in (degradation.overflow if degradation else ())]
-    used += [
-        (f"models.{name}.fallbacks", target) for name, rules in policy.models.items() for target in rules.fallbacks
-    ]
-    for field, target in used:
-        if target not in policy.overflow:
-            allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
-            raise InvalidArgument(f"{path}: {field}", f"must be one of the targets {allowed}, got {target!r}")
-    _check_models(path, policy.models)
-    return policy
-
-
-def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
-    """Raises InvalidArgument for a name that two models have, or a router to what is no model."""
-    direct, names = [name for name, rules in models.items() if not rules.router], list(models)
+    used += [(f"models.{name}.fallbacks", target) for name, rules in models.items() for target in rules.fallbacks]
+    check_named(path, used, policy.overflow, "targets")
+    names = list(models)
     for name, rules in models.items():
         for alias in rules.aliases:
             if alias in names:
                 raise InvalidArgument(f"{path}: models.{name}.aliases", f"{alias!r} is the name of another model too")
             names.append(alias)
-        summariser = rules.context and rules.context.summary_model
-        if summariser and summariser not in {*models, *(alias for one in models.values() for alias in one.aliases)}:
-            problem = f"must be one of the models {', '.join(models)}, got {summariser!r}"
-            raise InvalidArgument(f"{path}: models.{name}.context.summary_model", problem)
-        for listed in rules.router:
-            if listed not in direct:
-                problem = f"must be one of the models with replicas or upstreams, {', '.join(direct)}, got {listed!r}"
-                raise InvalidArgument(f"{path}: models.{name}.router", problem)
+    summarised = [(name, rules.context.summary_model) for name, rules in models.items() if rules.context]
+    used = [(f"models.{name}.context.summary_model", model) for name, model in summarised if model]
+    check_named(path, used, names, "models")
+    used = [(f"models.{name}.router", listed) for name, rules in models.items() for listed in rules.router]
+    direct = [name for name, rules in models.items() if not rules.router]
+    check_named(path, used, direct, "models with replicas or upstreams")
+    return policy
 
 
-def check_pools(path: str, used: Iterable[tuple[str, str]], pools: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument where a field sends requests to a pool that is not in ``pools``. used: (field, pool)."""
-    for field, pool in used:
-        if pool not in pools:
-            allowed = ", ".join(name or "''" for name in pools)
-            raise InvalidArgument(f"{path}: {field}", f"must be one of the pools {allowed}, got {pool!r}")
+def check_named(path: str, used: Iterable[tuple[str, str]], known: Collection[str], kind: str) -> None:
+    """Raises InvalidArgument where a field names what is not known. used: (field, name). kind: of what, in words."""
+    for field, name in used:
+        if name not in known:
+            allowed = ", ".join(one or "''" for one in known) or "none"
+            raise InvalidArgument(f"{path}: {field}", f"must be one of the {kind} {allowed}, got {name!r}")
 
 
 def secret(field: str, path: str | Path) -> str:
@@ -415,16 +382,3 @@ def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: 
             raise InvalidArgument(f"{path}: {field}", f"the environment has no variable {value[1:]}")
         return environ[value[1:]]
     return value
-
-
-def _named(path: str, failed: ValidationError) -> InvalidArgument:
-    error = failed.errors(include_url=False, include_context=True, include_input=False)[0]
-    parts = [str(part) for part in error["loc"] if part != "[key]"]
-    field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
-    if error["type"] == "extra_forbidden":
-        allowed = ", ".join(toml_table.allowed(Policy, parts[:-1]))
-        return InvalidArgument(field, f"is not known: must be one of {allowed}")
-    if error["type"] == "missing":
-        return InvalidArgument(field, "is missing")
-    problem = problem.removeprefix("Value error, ")
-    return InvalidArgument(field, problem[:1].lower() + problem[1:])

@@ -16,8 +16,7 @@ class Pools:
 
     sources: HOST:PORT,… or the URL of a discovery, by pool.
     weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
-    encoders: pools of encoders, which have no share: requests name them.
-    candidates: pools of releases, whose share is the release's.
+    encoders, candidates: pools without a share of their own: requests name an encoder, a release has its candidate's.
     held: seconds that requests wait for a replica while the pool has none, by pool; others refuse at once.
     """
 
@@ -40,11 +39,9 @@ class Pools:
         return {pool: weight for pool, weight in self.shares.items() if pool not in self.encoders}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules], candidates: frozenset[str] = frozenset()) -> Pools:
-        """Return these pools with the changes of the file.
+        """Return these pools with the changes of the file at ``path``: its section [pools], and candidates of releases.
 
-        path: of the file, for errors. rules: its section [pools], by pool. candidates: of its releases.
-        Raises InvalidArgument for a pool without replicas, one without a weight while others have one, and weights that
-        are all 0.
+        Raises InvalidArgument for a pool without replicas, or without a weight while others have one, and if all are 0.
         """
         if not rules:
             return replace(self, candidates=candidates)

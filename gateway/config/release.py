@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from contract import gate_result
 from contract.errors import InvalidArgument
-from gateway.config.rules import PoolName, Rules
+from gateway.config.rules import PoolName, PositiveFraction, Rules
 
 Kind = Literal["canary", "blue_green", "shadow"]
 MAX_REASON = 500  # characters
@@ -20,24 +20,18 @@ UNGATED_SHARE = 0.05  # what a release with a gate may serve before the gate has
 
 
 class RollbackRules(Rules):
-    """When a candidate is rolled back; all of it is measured by each gateway by itself.
+    """When a candidate is rolled back, as each gateway measures by itself (docs/releases.md).
 
-    automatic: false measures and reports only.
-    burn_rate: how many times faster than allowed a budget must burn, over both windows.
-    errors: allowed share of failed requests, beyond those that fail at the stable pool too.
-    refusals: allowed share of refused requests, beyond those that the stable pool refuses too.
-    slow: allowed share of slow requests, beyond those that are slow at the stable pool too.
-    first_token, token: a request is slow above so many times the stable pool's 95th percentile of the time to the first
-        token and of its mean time between tokens; 0 leaves that out.
-    min_requests: of the candidate in the long window, before anything is decided.
-    short_s, long_s: the windows.
+    burn_rate: how many times faster than allowed a budget must burn, over both windows. errors, refusals, slow: the
+        budgets, shares of the requests beyond the stable pool's own.
+    first_token, token: a request is slow above so many times the stable pool's 95th percentile; 0 leaves that out.
     """
 
     automatic: bool = True
     burn_rate: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    errors: Annotated[float, Field(gt=0, le=1)] = 0.01
-    refusals: Annotated[float, Field(gt=0, le=1)] = 0.05
-    slow: Annotated[float, Field(gt=0, le=1)] = 0.05
+    errors: PositiveFraction = 0.01
+    refusals: PositiveFraction = 0.05
+    slow: PositiveFraction = 0.05
     first_token: Annotated[float, Field(ge=0, le=1000)] = 2.0
     token: Annotated[float, Field(ge=0, le=1000)] = 1.5
     min_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 20
@@ -52,16 +46,11 @@ class RollbackRules(Rules):
 
 
 class ReleaseRules(Rules):
-    """One release.
+    """One release. Requests to ``stable``, whatever sends them there, go to ``candidate`` by the weight, in percent.
 
     kind: canary, any weight; blue_green, all requests or none; shadow, copies only, whose responses no caller sees.
-    stable, candidate: pools. Requests to ``stable``, whatever sends them there, go to ``candidate`` by the weight.
-    weight: percent of the requests, or of the copies.
-    gate: a file of ``python -m evals gate --out``, beside the configuration file or absolute; it must say pass for more
-        than UNGATED_SHARE. "" for none.
-    candidate_sha256: of the manifest.json of the candidate's engine, which must be the gate's; "" for any.
-    started: by ``release start``; a newer one lifts an automatic rollback.
-    rolled_back: why it was rolled back; "" if it was not. A release that was has no candidate traffic at any weight.
+    gate: a file beside the configuration file or absolute, which must say pass for more than UNGATED_SHARE.
+    rolled_back: why; then the candidate has no traffic at any weight. started: a newer one lifts that.
     """
 
     kind: Kind = "canary"

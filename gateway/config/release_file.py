@@ -19,8 +19,6 @@ from contract.errors import InvalidArgument, NotFound
 from gateway.config import policy, release
 from gateway.config.release import MAX_REASON, ReleaseRules
 
-ACTIONS = ("start", "shift", "rollback", "finish")
-
 
 def apply(
     path: Path,
@@ -32,11 +30,10 @@ def apply(
 ) -> ReleaseRules:
     """Change one release in the file, atomically, and return its rules.
 
-    action: ``start``: a new release, or one that begins again, with ``fields``. ``shift``: to the weight ``to``, in
-        percent. ``rollback``: no request to the candidate any more, for ``reason``; once, until it is started again.
+    action: ``start``: a new release, or one that begins again, with ``fields``. ``shift``: to the weight ``to``.
+        ``rollback``: no request to the candidate any more, for ``reason``; once, until it is started again.
         ``finish``: one that has all requests takes the stable pool's place everywhere in the file, and its table goes.
-    shares: the weight of every pool with generating models, as they hold now; for ``finish``.
-    check: raises InvalidArgument for a table that the file may not hold.
+    shares: the weight of every pool with generating models; for ``finish``. check: as Configuration.check.
     Raises: NotFound for a release that is not there; InvalidArgument for a field, and a file that cannot be written.
     """
     path = Path(os.path.realpath(path))
@@ -70,54 +67,40 @@ def apply(
 
 
 def rollback_reason(fields: Mapping[str, Any]) -> str:
-    """Return why a release is rolled back, by the fields of the action. Raises InvalidArgument."""
-    reason = fields.get("reason")
-    if reason is None or reason == "":
-        return "by an operator"
+    """Return why a release is rolled back. Raises InvalidArgument."""
+    reason = fields.get("reason") or "by an operator"
     if not isinstance(reason, str) or len(reason) > MAX_REASON:
         raise InvalidArgument("reason", f"must be a text of at most {MAX_REASON} characters, got {reason!r:.50}")
     return reason
 
 
 def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the release's table after the action."""
-    if action not in ACTIONS:
-        raise InvalidArgument("action", f"must be one of {', '.join(ACTIONS)}, got {action!r:.50}")
-    allowed = {
-        "start": {*ReleaseRules.model_fields} - {"started", "rolled_back"},
-        "shift": {"to"},
-        "rollback": {"reason"},
-        "finish": set(),
-    }
+    startable = {*ReleaseRules.model_fields} - {"started", "rolled_back"}
+    allowed = {"start": startable, "shift": {"to"}, "rollback": {"reason"}, "finish": set[str]()}
+    if action not in allowed:
+        raise InvalidArgument("action", f"must be one of {', '.join(allowed)}, got {action!r:.50}")
     for field in fields.keys() - allowed[action]:
         raise InvalidArgument(field, f"is not known: must be one of {', '.join(sorted(allowed[action]))}")
     if action == "start":
         if isinstance(limits := fields.get("rollback"), Mapping):  # the others stay
             fields = {**fields, "rollback": {**table.get("rollback", {}), **limits}}
-        table = {**table, **fields, "started": datetime.now(timezone.utc)}
-        table.pop("rolled_back", None)
-        return table
+        started = {**table, **fields, "started": datetime.now(timezone.utc)}
+        return {field: value for field, value in started.items() if field != "rolled_back"}
     if not table:
         raise NotFound(f"there is no release {name!r:.100}; start it first")
     if action == "rollback":
-        reason = rollback_reason(fields)
-        return table if table.get("rolled_back") else {**table, "rolled_back": reason}
+        return {**table, "rolled_back": table.get("rolled_back") or rollback_reason(fields)}
     if action == "finish":
         if table.get("rolled_back") or table.get("weight") != 100 or table.get("kind") == "shadow":
             problem = "must have all requests at its candidate to be finished: shift it to 100 first"
             raise InvalidArgument(f"releases.{name}", problem)
         return table
-    weight = fields.get("to")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 100:
-        raise InvalidArgument("to", f"must be a percentage from 0 to 100, got {weight!r:.50}")
     if table.get("rolled_back"):
-        problem = f"was rolled back ({table['rolled_back']}); start it again first"
-        raise InvalidArgument(f"releases.{name}", problem)
-    return {**table, "weight": weight}
+        raise InvalidArgument(f"releases.{name}", f"was rolled back ({table['rolled_back']}); start it again first")
+    return {**table, "weight": fields.get("to")}
 
 
 def _finish(document: tomlkit.TOMLDocument, name: str, rules: ReleaseRules, shares: Mapping[str, float]) -> None:
-    """Put the candidate in the stable pool's place, with its weight, and remove the release."""
     del document["releases"][name]
     if not document["releases"]:
         del document["releases"]
@@ -155,7 +138,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write the file so that a reader finds the old or the new one, whole."""
     # One name for each machine, whose writers hold the lock: what a killed one has left does not pile up.
     new = path.with_name(f".{path.name}.{socket.gethostname()}")
     new.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ImportString, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from contract.redaction import PATTERNS
-from gateway.config.rules import Rules, Seconds
+from gateway.config.rules import Fraction, Rules, Seconds
 
 Reason = Literal["failure", "refused", "length", "refusal", "empty", "schema", "loop", "drift", "up", "down", "pair"]
 REFUSALS = tuple(
@@ -20,7 +20,6 @@ REFUSALS = tuple(
         r"\bas an AI(?: language model)?\b.{0,60}\b(?:can(?:'t|not)|unable|not able)\b",
     )
 )
-_Fraction = Annotated[float, Field(ge=0, le=1)]
 _Bytes = Annotated[int, Field(ge=64 * 1024, lt=2**48)]
 MAX_WINDOWS = 168
 
@@ -44,16 +43,9 @@ _Function = Annotated[ImportString[Callable[[str], str]], _guarded("MODULE:FUNCT
 
 
 class CheckRules(Rules):
-    """Checks of answers, of which only counts are kept.
+    """Checks of answers, of which only counts are kept. drift: the population stability index that counts as drift."""
 
-    fraction: of the requests of all tenants that is checked.
-    window_s: length of a window; it is compared with the ``windows`` before it.
-    min_answers: a window, and the baseline, with fewer answers are not compared.
-    drift: the population stability index from which on a model's answers count as drifted.
-    refusals: regular expressions, one of which (`(?i)` ignores case) the first 500 characters of a refusal match.
-    """
-
-    fraction: _Fraction = 1.0
+    fraction: Fraction = 1.0
     window_s: Annotated[float, Field(ge=1, le=86_400)] = 3600.0
     windows: Annotated[int, Field(ge=1, le=MAX_WINDOWS)] = 24
     min_answers: Annotated[int, Field(ge=10, le=1_000_000)] = 100
@@ -62,23 +54,10 @@ class CheckRules(Rules):
 
 
 class SampleRules(Rules):
-    """Which requests of the tenants with ``samples = true`` are kept, and for how long.
-
-    keyless: whether those of a gateway without API keys are.
-    fraction: of the requests, whatever their end.
-    keep: reasons to keep a request beside that.
-    ttft_s, duration_s: requests are kept whose first token, or end, took longer; None for none.
-    per_minute: samples of a tenant in each process. sample_characters: of one request and its answer; larger ones are
-        not kept.
-    days, bytes: of a tenant's samples; the oldest go first.
-    hold_s, hold_bytes: of requests that wait for the ``up`` or ``down`` that keeps them.
-    patterns: regular expressions whose matches are removed, beside those of contract/redaction.py. redact: a function
-        from text to text, MODULE:FUNCTION, which is called after them.
-    checks: None for none.
-    """
+    """Which requests of the tenants with ``samples = true`` are kept, and for how long (docs/samples.md)."""
 
     keyless: bool = False
-    fraction: _Fraction = 0.0
+    fraction: Fraction = 0.0
     keep: Sequence[Reason] = ()
     ttft_s: Seconds | None = None
     duration_s: Seconds | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.config.calendar import Length
@@ -36,10 +36,8 @@ class Quota:
 class Limits:
     """The limits of one level; None is unlimited.
 
-    tokens_per_minute, requests_per_minute: refill rates of the token buckets.
-    burst_tokens, burst_requests: their capacities; one minute's worth by default.
-    max_in_flight: requests from arrival to the end of their stream.
-    quotas: of calendar days and months.
+    burst_tokens, burst_requests: capacities of the token buckets; one minute's worth by default.
+    max_in_flight: requests from arrival to the end of their stream. quotas: of calendar days and months.
     """
 
     tokens_per_minute: int | None = None
@@ -64,9 +62,8 @@ class Scope:
 
     @property
     def name(self) -> str:
-        return "".join(
-            f" {name}={value}" for name, value in (("model", self.model), ("endpoint", self.endpoint)) if value
-        )
+        model, endpoint = self.model and f" model={self.model}", self.endpoint and f" endpoint={self.endpoint}"
+        return model + endpoint
 
 
 @dataclass(frozen=True)
@@ -81,20 +78,13 @@ class Level:
     @property
     def quotas(self) -> list[Quota]:
         """Its quotas, and those of its scopes."""
-        each = (self.limits, *(scope.limits for scope in self.scopes))
-        return [quota for limits in each for quota in limits.quotas]
+        return [*self.limits.quotas, *(quota for scope in self.scopes for quota in scope.limits.quotas)]
 
 
 def applying(levels: Sequence[Level], model: str, endpoint: str) -> tuple[Level, ...]:
     """Return the levels of a request, and one for each scope of theirs that it is in."""
-    return (*levels, *_scoped(levels, model, endpoint))
-
-
-def _scoped(levels: Sequence[Level], model: str, endpoint: str) -> Iterator[Level]:
-    for level in levels:
-        for scope in level.scopes:
-            if scope.covers(model, endpoint):
-                yield Level(level.name + scope.name, scope.limits)
+    pairs = [(level.name, scope) for level in levels for scope in level.scopes if scope.covers(model, endpoint)]
+    return (*levels, *(Level(name + scope.name, scope.limits) for name, scope in pairs))
 
 
 @dataclass(frozen=True)
@@ -102,14 +92,11 @@ class Tenant:
     """The party that is charged for a request and isolated from the others.
 
     name: from the configuration, never from the request: it keys caches and labels metrics.
-    models: public names of the models it may use; empty for all.
-    pool: the pool its requests are pinned to; "" for any public one.
-    priority: class 0 (most urgent) to 9.
-    weight: its share among tenants that compete.
+    models: public names of the models it may use; empty for all. pool: that it is pinned to; "" for any public one.
+    priority: class 0 (most urgent) to 9. weight: its share among tenants that compete.
     request_class: of its requests by default; of a classified request, the request's.
-    classes: that its requests may name; empty: those that are not more urgent.
-    class_rules: of a classified request; None without a class.
-    samples: its prompts and answers may be kept.
+    classes: that its requests may name; empty: those that are not more urgent. class_rules: None without a class.
+    samples: whether its prompts and answers may be kept.
     levels: organisation, team and key, whose limits all apply; empty without API keys.
     administers: the level whose keys and usage this key manages, ``acme`` or ``acme/research``; "" for none.
     """

@@ -1,10 +1,7 @@
 """API keys and their tenants: organisation → team → key, from the configuration file and the environment.
 
-A team is a tenant: its keys share its name, its queue and its caches, and can be rotated without effect on them. Limits
-are allowed on every level, and all apply. docs/gateway-configuration.md shows a file.
-
-Keys are random and long, so a slow hash would protect nothing that is not safe already and would let anybody keep the
-gateway busy with wrong ones.
+A team is a tenant: its keys share its name, its queue and its caches, and can be rotated without effect on them. Keys
+are random and long, so a slow hash would protect nothing and would let anybody keep the gateway busy with wrong ones.
 """
 
 from __future__ import annotations
@@ -13,45 +10,28 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from contract import toml_table
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config.calendar import Length, check_zone
-from gateway.config.policy import SECTIONS, BudgetRules, Operation, secret
+from gateway.config.policy import SECTIONS, BudgetRules, Operation, Policy, check_named, secret
+from gateway.config.rules import LIST, NAME, Name, PositiveFraction, Rules
+from gateway.config.settings import API_KEYS, API_KEYS_FILE
 from gateway.config.tenant import LOWEST_PRIORITY, Level, Limits, Quota, Scope, Tenant
 
-API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
-API_KEYS_FILE = f"{API_KEYS}_FILE"
 LEAST_KEY_LENGTH = 20
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_HASH = re.compile(r"[0-9a-f]{64}")
-_LIMITS = tuple(declared.name for declared in fields(Limits) if declared.name != "quotas")
 _QUOTAS = {
     kind.name: kind for kind in (Quota(*each) for each in product(get_args(Length), (False, True), (0,), (False, True)))
 }
-_QUOTA_FIELDS = (*_QUOTAS, "time_zone", "warn_at")
-_Around = Mapping[str, Any]
-_AROUND: _Around = BudgetRules().model_dump(include={"time_zone", "warn_at"})
 _MOST_MONEY = 10**9  # of the currency; its millionths are exact in Redis
-_TENANT = ("class", "classes", "models", "pool", "priority", "samples", "weight")
-
-
-class Keys(Protocol):
-    """A table of API keys."""
-
-    def tenant(self, api_key: str) -> Tenant:
-        """Return the tenant of a key; "" is no key. Raises Unauthenticated."""
-
-    def named(self, tenant: str, key: str) -> Tenant | None:
-        """Return a tenant as its key sees it now, for work that outlives its request.
-
-        key: name of the key's level; "" without keys. None if the key does not exist any more.
-        """
 
 
 def digest(salt: bytes, api_key: str) -> bytes:
@@ -63,65 +43,256 @@ def new_key() -> str:
     return "tri-" + secrets.token_urlsafe(32)
 
 
+def _hash(value: Any) -> bytes:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):  # not shown: it may be the key itself
+        raise ValueError("must be an HMAC-SHA256, 64 lower-case hexadecimal digits")
+    return bytes.fromhex(value)
+
+
+def _micros(value: Any) -> int:
+    """Return a sum of money in millionths. Raises ValueError."""
+    if type(value) in (int, float) and 0 < value <= _MOST_MONEY:
+        micros = Decimal(repr(value)) * 10**6
+        if micros == int(micros):
+            return int(micros)
+    raise ValueError(f"must be a sum above 0, {_MOST_MONEY} at most, with at most 6 decimals, got {value!r}")
+
+
+_Count = Annotated[int, Field(ge=1, lt=2**53)]
+_Money = Annotated[int, BeforeValidator(_micros)]
+
+
+class LimitRules(Rules):
+    """Limits; None is unlimited. Names and units: see ``Limits`` and ``Quota``.
+
+    time_zone, warn_at: of days and months; None: as the level above.
+    """
+
+    tokens_per_minute: _Count | None = None
+    burst_tokens: _Count | None = None
+    requests_per_minute: _Count | None = None
+    burst_requests: _Count | None = None
+    tokens_per_day: _Count | None = None
+    soft_tokens_per_day: _Count | None = None
+    money_per_day: _Money | None = None
+    soft_money_per_day: _Money | None = None
+    tokens_per_month: _Count | None = None
+    soft_tokens_per_month: _Count | None = None
+    money_per_month: _Money | None = None
+    soft_money_per_month: _Money | None = None
+    time_zone: Annotated[str, BeforeValidator(check_zone)] | None = None
+    warn_at: PositiveFraction | None = None
+
+    @model_validator(mode="after")
+    def _with_rates(self) -> LimitRules:
+        for kind in ("tokens", "requests"):
+            if getattr(self, f"burst_{kind}") and not getattr(self, f"{kind}_per_minute"):
+                raise ValueError(f"burst_{kind}: is allowed only together with {kind}_per_minute")
+        return self
+
+    def around(self, above: BudgetRules) -> BudgetRules:
+        """Return the time zone and the warning that hold here, by those of the level above."""
+        own = {"time_zone": self.time_zone or above.time_zone, "warn_at": self.warn_at or above.warn_at}
+        return above.model_copy(update=own)
+
+    def made(self, around: BudgetRules, max_in_flight: int | None = None) -> Limits:
+        """Return the limits. around: as they hold here."""
+        rates = (self.tokens_per_minute, self.burst_tokens, self.requests_per_minute, self.burst_requests)
+        found = [(kind, getattr(self, name)) for name, kind in _QUOTAS.items()]
+        zone, warn_at = around.time_zone, around.warn_at
+        quotas = [replace(kind, most=most, time_zone=zone, warn_at=warn_at) for kind, most in found if most is not None]
+        return Limits(*rates, max_in_flight, tuple(quotas))
+
+
+class ScopeRules(LimitRules):
+    """Limits of a part of a level's requests; see ``Scope``."""
+
+    model: Annotated[str, Field(pattern="^[^ ]*$")] = ""
+    endpoint: Operation | None = None
+
+    @model_validator(mode="after")
+    def _scoped(self) -> ScopeRules:
+        if not self.model and not self.endpoint:
+            raise ValueError("must have model or endpoint, or both")
+        return self
+
+    def scope(self, above: BudgetRules) -> Scope:
+        return Scope(self.model, self.endpoint or "", self.made(self.around(above)))
+
+
+class LevelRules(LimitRules):
+    """One level. limits: further ones, of a part of its requests."""
+
+    max_in_flight: _Count | None = None
+    limits: Annotated[tuple[ScopeRules, ...], LIST] = ()
+
+    @field_validator("limits")
+    @classmethod
+    def _different(cls, limits: tuple[ScopeRules, ...]) -> tuple[ScopeRules, ...]:
+        names = [scope.scope(BudgetRules()).name for scope in limits]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"must have one table for{twice}, got two")
+        return limits
+
+    def level(self, name: str, above: BudgetRules) -> Level:
+        """Return the level of this name. above: time zone and warning of the level above."""
+        around = self.around(above)
+        return Level(name, self.made(around, self.max_in_flight), tuple(scope.scope(around) for scope in self.limits))
+
+
+class KeyRules(LevelRules):
+    """One key. administers: the level whose keys and usage it manages; request_class: in place of its team's."""
+
+    hash: Annotated[bytes, BeforeValidator(_hash)]
+    request_class: str = Field("", alias="class")
+    administers: Literal["", "team", "org"] = ""
+
+
+class TeamRules(LevelRules):
+    """One team; see ``Tenant``."""
+
+    models: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], LIST] = ()
+    pool: str = ""
+    priority: Annotated[int, Field(ge=0, le=LOWEST_PRIORITY)] = 1
+    weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
+    request_class: str = Field("", alias="class")
+    classes: Annotated[tuple[str, ...], LIST] = ()
+    samples: bool = False
+    keys: Mapping[Name, KeyRules] = {}
+
+    @model_validator(mode="after")
+    def _one_priority(self) -> TeamRules:
+        if self.request_class and "priority" in self.model_fields_set:
+            raise ValueError("priority: is allowed only without class, which has a priority")
+        return self
+
+    def tenant(self, name: str, levels: tuple[Level, ...] = ()) -> Tenant:
+        own = ("models", "pool", "priority", "weight", "request_class", "classes", "samples")
+        return Tenant(name, levels=levels, **{field: getattr(self, field) for field in own})
+
+
+class OrgRules(LevelRules):
+    teams: Mapping[Name, TeamRules] = {}
+
+
+class _Table(Rules):
+    orgs: Mapping[Name, OrgRules] = {}
+
+
+# The rules of a key and of a team that are not in the file.
+_NO_KEY, _NO_TEAM = KeyRules.model_validate({"hash": "0" * 64}), TeamRules.model_validate({})
+
+
+@dataclass(frozen=True)
+class Orgs:
+    """The organisations of the file. above: time zone and warning of days and months where no level has its own."""
+
+    table: Mapping[str, OrgRules] = field(default_factory=dict)
+    above: BudgetRules = BudgetRules()
+
+    def levels(self) -> Iterator[tuple[tuple[str, ...], LevelRules]]:
+        """Yield every level with its names: (org,), (org, team) or (org, team, key)."""
+        for org, org_rules in self.table.items():
+            yield (org,), org_rules
+            for team, team_rules in org_rules.teams.items():
+                yield (org, team), team_rules
+                for key, key_rules in team_rules.keys.items():
+                    yield (org, team, key), key_rules
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a team, ORG/TEAM."""
+        org, _, team = name.partition("/")
+        return org in self.table and team in self.table[org].teams
+
+    def tenants(self, path: str) -> dict[bytes, Tenant]:
+        """Return the tenant of each key by its hash. Raises InvalidArgument."""
+        tenants: dict[bytes, Tenant] = {}
+        for names, rules in self.levels():
+            if isinstance(rules, KeyRules):
+                if rules.hash in tenants:
+                    problem = f"is that of {tenants[rules.hash].levels[-1].name} too; every key belongs to one"
+                    raise InvalidArgument(f"{path}: {_place(names)}.hash", problem)
+                tenants[rules.hash] = self.tenant(*names)
+        return tenants
+
+    def tenant(self, org: str, team: str, key: str) -> Tenant:
+        """Return the tenant of a key, whose levels need not be in the file."""
+        org_rules = self.table.get(org, OrgRules())
+        team_rules = org_rules.teams.get(team, _NO_TEAM)
+        rules = team_rules.keys.get(key, _NO_KEY)
+        tenant = self._tenant((org, team, key), org_rules, team_rules, rules)
+        managed = {"": "", "team": tenant.name, "org": org}[rules.administers]
+        return replace(tenant, request_class=rules.request_class or tenant.request_class, administers=managed)
+
+    def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
+        """Return the tenant of a caller whose key is not in the file; None for an unknown team.
+
+        default_team: ORG/TEAM, whose limits and models a team has that is not in the file; "" for none.
+        """
+        like_org, _, like_team = (f"{org}/{team}" if self.has(f"{org}/{team}") else default_team).partition("/")
+        if not like_org:
+            return None
+        like = self.table[like_org]
+        return self._tenant((org, team, key), self.table.get(org, like), like.teams[like_team], _NO_KEY)
+
+    def _tenant(self, names: tuple[str, str, str], org: OrgRules, team: TeamRules, key: KeyRules) -> Tenant:
+        levels, above = [], self.above
+        for depth, rules in enumerate((org, team, key), 1):
+            levels.append(rules.level("/".join(names[:depth]), above))
+            above = rules.around(above)
+        return team.tenant("/".join(names[:2]), tuple(levels))
+
+
+def _place(names: Sequence[str]) -> str:
+    return ".".join(f"{kind}.{name}" for kind, name in zip(("orgs", "teams", "keys"), names, strict=False))
+
+
 @dataclass(frozen=True)
 class KeyTable:
     """One reading of the file and the environment. Hashes only; the keys of the environment are hashed as well."""
 
     # salt, and by the first 8 bytes of the hash the whole hash and the tenant
     salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, Tenant]]], ...] = ()
-    file: _File | None = None
+    orgs: Orgs = Orgs()
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return sum(len(tenants) for _, tenants in self.salted)
 
     def tenant(self, api_key: str) -> Tenant:
-        """Raises Unauthenticated; its message does not reveal which keys exist."""
+        """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
+        compared in constant time.
+
+        Raises Unauthenticated; its message does not reveal which keys exist.
+        """
         if not api_key:
             raise Unauthenticated("no API key was sent; send it as Authorization: Bearer <key>")
-        found = self._find(api_key)
-        if found is None:
-            raise Unauthenticated("this API key is not known here")
-        return found
-
-    def has_admins(self) -> bool:
-        """Return whether a key manages others."""
-        return any(tenant.administers for tenant in self._tenants(False))
-
-    def pools(self, others: bool = False) -> set[str]:
-        """Return the pools that tenants are pinned to. others: whether callers can have tokens or stored keys."""
-        return {tenant.pool for tenant in self._tenants(others) if tenant.pool}
-
-    def sampled(self, others: bool = False) -> set[str]:
-        """Return the tenants whose prompts and answers may be kept. others: as in ``pools``."""
-        return {tenant.name for tenant in self._tenants(others) if tenant.samples}
-
-    def _tenants(self, others: bool) -> Iterator[Tenant]:
-        """Yield the tenant of each key, and with ``others`` that of each team, whose callers need no key here."""
-        yield from (tenant for _, tenants in self.salted for _, tenant in tenants.values())
-        if others:
-            yield from self._teams
-
-    @cached_property
-    def _teams(self) -> tuple[Tenant, ...]:
-        return tuple(self.file.teams()) if self.file is not None else ()
-
-    @property
-    def pools_used(self) -> list[tuple[str, str]]:
-        """Every (field, pool) where a team of the file is pinned to a pool."""
-        named = (("orgs.{}.teams.{}.pool".format(*team.name.split("/")), team.pool) for team in self._teams)
-        return [(field, pool) for field, pool in named if pool]
-
-    def _find(self, api_key: str) -> Tenant | None:
-        """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
-        compared in constant time."""
         found = None
         for salt, tenants in self.salted:
             hashed = digest(salt, api_key)
             known, tenant = tenants.get(hashed[:8], (bytes(32), None))
             if hmac.compare_digest(known, hashed):
                 found = tenant
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
         return found
+
+    def tenants(self, others: bool = False) -> Iterator[Tenant]:
+        """Yield the tenant of each key. others: whether callers can have tokens or stored keys; then also that of each
+        team, without levels."""
+        yield from (tenant for _, tenants in self.salted for _, tenant in tenants.values())
+        if others:
+            yield from self._teams
+
+    @cached_property
+    def _teams(self) -> tuple[Tenant, ...]:
+        teams = ((names, rules) for names, rules in self.orgs.levels() if isinstance(rules, TeamRules))
+        return tuple(rules.tenant("/".join(names)) for names, rules in teams)
+
+    @property
+    def pools_used(self) -> list[tuple[str, str]]:
+        """Every (field, pool) where a team of the file is pinned to a pool."""
+        teams = [(names, rules) for names, rules in self.orgs.levels() if isinstance(rules, TeamRules)]
+        return [(f"{_place(names)}.pool", rules.pool) for names, rules in teams if rules.pool]
 
     def named(self, key: str) -> Tenant | None:
         """Return the tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
@@ -129,49 +300,49 @@ class KeyTable:
 
     @cached_property
     def _by_name(self) -> Mapping[str, Tenant]:
-        return {tenant.levels[-1].name: tenant for tenant in self._tenants(False)}
+        return {tenant.levels[-1].name: tenant for tenant in self.tenants()}
 
-    def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
-        """Return the tenant of a caller whose key is not in the file; None for an unknown team.
-
-        default_team: ORG/TEAM, whose limits and models a team has that is not in the file; "" for none.
-        """
-        return self.file.member(org, team, key, default_team) if self.file is not None else None
-
-    @property
+    @cached_property
     def quotas(self) -> Mapping[str, Level]:
         """The levels with limits of days or months, by their places in the file."""
-        return self.file.with_quotas if self.file is not None else {}
-
-    def has_team(self, name: str) -> bool:
-        """Return whether the file has a team, ORG/TEAM."""
-        return self.file is not None and self.file.has(*name.split("/"))
+        levels = {_place(names): rules.level("", self.orgs.above) for names, rules in self.orgs.levels()}
+        return {place: level for place, level in levels.items() if level.quotas}
 
     def may_have(self, name: str, others: bool = False) -> bool:
         """Return whether a request may come from an organisation, team or key of this name; a team's keys may be made
-        while the gateway runs. others: as in ``pools``."""
+        while the gateway runs. others: as in ``tenants``."""
         if not len(self) and not others:
             return name == Tenant().name
-        levels = {level.name for tenant in self._tenants(False) for level in tenant.levels}
-        in_file = self.file is not None and (name in self.file.orgs or self.file.has(*(name.split("/") * 2)[:2]))
-        return name in levels or in_file
+        levels = {level.name for tenant in self.tenants() for level in tenant.levels}
+        return name in levels or name in self.orgs.table or self.orgs.has("/".join(name.split("/")[:2]))
 
 
 def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}
 
 
-def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
-    """Return the keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
-    file, from_environment = _File(path, table), environ.get(API_KEYS, "")
+def read(path: str, table: Mapping, environ: Mapping[str, str], rules: Policy) -> KeyTable:
+    """Return the keys in a file's table, which has these rules, and in the environment.
+
+    Raises InvalidArgument that names the place.
+    """
+    for name in table.keys() - {"salt", "orgs", *SECTIONS}:
+        raise InvalidArgument(f"{path}: {name}", f"is not known: must be one of salt, orgs, {', '.join(SECTIONS)}")
+    orgs = Orgs(toml_table.checked(_Table, {"orgs": table.get("orgs", {})}, path, shown=False).orgs, rules.budgets)
+    used = []
+    for names, level in orgs.levels():
+        used += [(f"{_place(names)}.class", name) for name in (getattr(level, "request_class", ""),) if name]
+        used += [(f"{_place(names)}.classes", name) for name in getattr(level, "classes", ())]
+    check_named(path, used, rules.classes, "classes")
+    from_environment = environ.get(API_KEYS, "")
     if environ.get(API_KEYS_FILE):
         from_environment += "," + secret(API_KEYS_FILE, environ[API_KEYS_FILE])
-    tenants = file.tenants()
+    tenants = orgs.tenants(path)
     salted = [(salt(path, table), _indexed(tenants))] if tenants else []
     if from_environment:
         own = secrets.token_bytes(16)
-        salted.append((own, _indexed(_from_environment(file, from_environment, own))))
-    return KeyTable(tuple(salted), file)
+        salted.append((own, _indexed(_from_environment(orgs, from_environment, own))))
+    return KeyTable(tuple(salted), orgs)
 
 
 def salt(path: str, table: Mapping) -> bytes:
@@ -187,251 +358,17 @@ def salt(path: str, table: Mapping) -> bytes:
     return found
 
 
-def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant]:
+def _from_environment(orgs: Orgs, text: str, salt: bytes) -> dict[bytes, Tenant]:
     tenants: dict[bytes, Tenant] = {}
     for number, part in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
         name, _, api_key = part.partition("=")
         names = name.strip().split("/")
-        if len(names) != 3 or not all(_NAME.fullmatch(word) for word in names):
+        if len(names) != 3 or not all(re.fullmatch(NAME, word) for word in names):
             raise InvalidArgument(API_KEYS, f"entry {number}: must be ORG/TEAM/KEY=<the API key>")
         if len(api_key) < LEAST_KEY_LENGTH:
             raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")
         hashed = digest(salt, api_key)
         if hashed in tenants:
             raise InvalidArgument(API_KEYS, f"{name}: the same API key stands there twice")
-        tenants[hashed] = file.tenant(*names)
+        tenants[hashed] = orgs.tenant(*names)
     return tenants
-
-
-def _micros(value: Any) -> int:
-    """Return a sum of money in millionths; 0 for what is none."""
-    if type(value) not in (int, float) or not 0 < value <= _MOST_MONEY:
-        return 0
-    micros = Decimal(repr(value)) * 10**6
-    return int(micros) if micros == int(micros) else 0
-
-
-@dataclass(frozen=True)
-class _File:
-    """The file's TOML table; errors name the place in it."""
-
-    path: str
-    table: Mapping = field(compare=False)  # two that differ elsewhere have the same tenants
-    orgs: Mapping = field(init=False)
-    with_quotas: dict[str, Level] = field(default_factory=dict, compare=False)  # by their places
-
-    def __post_init__(self) -> None:
-        self._only(self.table, "", ("salt", "orgs", *SECTIONS))
-        object.__setattr__(self, "orgs", self._child(self.table, "", "orgs"))
-
-    def tenants(self) -> dict[bytes, Tenant]:
-        tenants: dict[bytes, Tenant] = {}
-        for org, team, key, place in self._keys():
-            hashed = place.get("hash")
-            where = f"orgs.{org}.teams.{team}.keys.{key}"
-            if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
-                raise self._wrong(f"{where}.hash", "must be an HMAC-SHA256, 64 lower-case hexadecimal digits")
-            if bytes.fromhex(hashed) in tenants:
-                other = tenants[bytes.fromhex(hashed)].levels[-1].name
-                raise self._wrong(f"{where}.hash", f"is that of {other} too; every key belongs to one")
-            tenants[bytes.fromhex(hashed)] = self.tenant(org, team, key)
-        return tenants
-
-    def tenant(self, org: str, team: str, key: str) -> Tenant:
-        org_table = self._child(self.orgs, "orgs", org)
-        teams = self._child(org_table, f"orgs.{org}", "teams")
-        team_table = self._child(teams, f"orgs.{org}.teams", team)
-        keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
-        key_table = self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
-        where, name = f"orgs.{org}.teams.{team}.keys.{key}", f"{org}/{team}"
-        levels = self._levels(
-            (org, org_table, f"orgs.{org}", ("teams",)),
-            (name, team_table, f"orgs.{org}.teams.{team}", ("keys", *_TENANT)),
-            (f"{name}/{key}", key_table, where, ("hash", "class", "administers")),
-        )
-        managed = {"": "", "team": name, "org": org}
-        administers = str(key_table.get("administers", ""))
-        if administers not in managed:
-            raise self._wrong(f"{where}.administers", f"must be team or org, got {administers!r}")
-        tenant = Tenant(
-            **self._team(team_table, f"orgs.{org}.teams.{team}"),
-            name=name,
-            levels=levels,
-            administers=managed[administers],
-        )
-        own = self._class(key_table, where)
-        return replace(tenant, request_class=own) if own else tenant
-
-    def teams(self) -> Iterator[Tenant]:
-        """Yield the tenant of each team, without levels."""
-        for org, org_table in self.orgs.items():
-            for team, table in org_table.get("teams", {}).items():
-                yield Tenant(**self._team(table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}")
-
-    def has(self, org: str, team: str) -> bool:
-        return team in self.orgs.get(org, {}).get("teams", {})
-
-    def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
-        """See KeyTable.member."""
-        name = f"{org}/{team}"
-        like = name if self.has(org, team) else default_team
-        if not like:
-            return None
-        like_org, _, like_team = like.partition("/")
-        table = self.orgs[like_org]["teams"][like_team]
-        limits_of = org if org in self.orgs else like_org
-        levels = self._levels(
-            (org, self.orgs[limits_of], f"orgs.{limits_of}", ("teams",)),
-            (name, table, f"orgs.{like_org}.teams.{like_team}", ("keys", *_TENANT)),
-            (f"{name}/{key}", {}, "", ()),
-        )
-        return Tenant(**self._team(table, f"orgs.{like_org}.teams.{like_team}"), name=name, levels=levels)
-
-    def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
-        for org in self.orgs:
-            org_table = self._child(self.orgs, "orgs", org)
-            self._level(org, org_table, f"orgs.{org}", "teams")
-            teams = self._child(org_table, f"orgs.{org}", "teams")
-            for team in teams:
-                team_table = self._child(teams, f"orgs.{org}.teams", team)
-                self._level(team, team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)
-                self._team(team_table, f"orgs.{org}.teams.{team}")
-                keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
-                for key in keys:
-                    yield org, team, key, self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
-
-    def _levels(self, *places: tuple[str, Mapping, str, tuple[str, ...]]) -> tuple[Level, ...]:
-        """Return the levels of a tenant: of each its name, table and place, and what it may have beside limits."""
-        levels, around = [], self._periods(self._child(self.table, "", "budgets"), "budgets", _AROUND)
-        for name, table, where, besides in places:
-            levels.append(self._level(name, table, where, *besides, around=around))
-            around = self._periods(table, where, around)
-        return tuple(levels)
-
-    def _level(self, name: str, table: Mapping, where: str, *besides: str, around: _Around = _AROUND) -> Level:
-        """Return a level. around: time zone and warning of the level above."""
-        around, scopes = self._periods(table, where, around), table.get("limits", [])
-        if not isinstance(scopes, list) or not all(isinstance(scope, Mapping) for scope in scopes):
-            raise self._wrong(f"{where}.limits", "must be tables, [[…limits]], each with model or endpoint")
-        limits = self._limits(table, where, around, ("limits", "max_in_flight", *besides))
-        made = [self._scope(scope, f"{where}.limits[{number}]", around) for number, scope in enumerate(scopes)]
-        names = [scope.name for scope in made]
-        if twice := next((scope for scope in names if names.count(scope) > 1), ""):
-            raise self._wrong(f"{where}.limits", f"must have one table for{twice}, got two")
-        level = Level(name, limits, tuple(made))
-        if level.quotas:
-            self.with_quotas[where] = level
-        return level
-
-    def _scope(self, table: Mapping, where: str, around: _Around) -> Scope:
-        model, endpoint, endpoints = table.get("model", ""), table.get("endpoint", ""), get_args(Operation)
-        if not isinstance(model, str) or " " in model:
-            raise self._wrong(f"{where}.model", f"must be the name of a model, got {model!r}")
-        if endpoint not in ("", *endpoints):
-            raise self._wrong(f"{where}.endpoint", f"must be one of {', '.join(endpoints)}, got {endpoint!r}")
-        if not model and not endpoint:
-            raise self._wrong(where, "must have model or endpoint, or both")
-        around = self._periods(table, where, around)
-        return Scope(model, endpoint, self._limits(table, where, around, ("model", "endpoint")))
-
-    def _periods(self, table: Mapping, where: str, around: _Around) -> dict[str, Any]:
-        """Return the time zone and the warning of a level, where it has none of its own those of the level above."""
-        zone, warn_at = (table.get(name, around[name]) for name in ("time_zone", "warn_at"))
-        try:
-            check_zone(zone)
-        except ValueError as exc:
-            raise self._wrong(f"{where}.time_zone", str(exc)) from None
-        if isinstance(warn_at, bool) or not isinstance(warn_at, (int, float)) or not 0 < warn_at <= 1:
-            raise self._wrong(f"{where}.warn_at", f"must be a number above 0, 1 at most, got {warn_at!r}")
-        return {"time_zone": zone, "warn_at": warn_at}
-
-    def _quotas(self, table: Mapping, where: str, around: _Around) -> tuple[Quota, ...]:
-        found = []
-        for name, kind in _QUOTAS.items():
-            if (value := table.get(name)) is None:
-                continue
-            if kind.money:
-                most, allowed = _micros(value), f"a sum above 0, {_MOST_MONEY} at most, with at most 6 decimals"
-            else:
-                most, allowed = value if type(value) is int and 1 <= value < 2**53 else 0, "an integer from 1"
-            if not most:
-                raise self._wrong(f"{where}.{name}", f"must be {allowed}, got {value!r}")
-            found.append(replace(kind, most=most, **around))
-        return tuple(found)
-
-    def _limits(self, table: Mapping, where: str, around: _Around, besides: tuple[str, ...]) -> Limits:
-        names = [name for name in _LIMITS if name != "max_in_flight"]
-        self._only(table, where, (*names, *_QUOTA_FIELDS, *besides))
-        for name in _LIMITS:
-            value = table.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise self._wrong(f"{where}.{name}", f"must be an integer from 1, got {value!r}")
-        for burst, rate in (("burst_tokens", "tokens_per_minute"), ("burst_requests", "requests_per_minute")):
-            if burst in table and rate not in table:
-                raise self._wrong(f"{where}.{burst}", f"is allowed only together with {rate}")
-        return Limits(**{name: table.get(name) for name in _LIMITS}, quotas=self._quotas(table, where, around))
-
-    def _team(self, table: Mapping, where: str) -> dict:
-        models, pool = table.get("models", []), table.get("pool", "")
-        priority, weight = table.get("priority", 1), table.get("weight", 1.0)
-        samples = table.get("samples", False)
-        if not isinstance(models, list) or not all(isinstance(model, str) and model for model in models):
-            raise self._wrong(f"{where}.models", f"must be a list of model names, got {models!r}")
-        if not isinstance(pool, str):
-            raise self._wrong(f"{where}.pool", f"must be the name of a pool, got {pool!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= LOWEST_PRIORITY:
-            raise self._wrong(f"{where}.priority", f"must be an integer from 0 to {LOWEST_PRIORITY}, got {priority!r}")
-        if not isinstance(samples, bool):
-            raise self._wrong(f"{where}.samples", f"must be true or false, got {samples!r}")
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not number or not 0.001 <= weight <= 1000:
-            raise self._wrong(f"{where}.weight", f"must be a number from 0.001 to 1000, got {weight!r}")
-        own = self._class(table, where)
-        if own and "priority" in table:
-            raise self._wrong(f"{where}.priority", "is allowed only without class, which has a priority")
-        classes = table.get("classes", [])
-        if not isinstance(classes, list) or not all(name in self.classes for name in classes):
-            raise self._wrong(f"{where}.classes", f"must be a list of {self._class_names}, got {classes!r}")
-        return {
-            "models": tuple(models),
-            "pool": pool,
-            "priority": priority,
-            "weight": float(weight),
-            "request_class": own,
-            "classes": tuple(classes),
-            "samples": samples,
-        }
-
-    def _class(self, table: Mapping, where: str) -> str:
-        """Return the class in a table; "" for none."""
-        name = table.get("class", "")
-        if name != "" and name not in self.classes:
-            raise self._wrong(f"{where}.class", f"must be one of {self._class_names}, got {name!r}")
-        return str(name)
-
-    @property
-    def classes(self) -> list[str]:
-        return list(self.table.get("classes", {}))
-
-    @property
-    def _class_names(self) -> str:
-        return ", ".join(self.classes) or "the classes, there is no [classes.NAME]"
-
-    def _child(self, table: Mapping, where: str, name: str) -> Mapping:
-        place = f"{where}.{name}" if where else name
-        if where.endswith(("orgs", ".teams", ".keys")) and not _NAME.fullmatch(name):
-            raise self._wrong(place, "allowed in a name are letters, digits, dot, underscore and hyphen, 64 at most")
-        child = table.get(name, {})
-        if not isinstance(child, Mapping):
-            raise self._wrong(place, "is not a table")
-        return child
-
-    def _only(self, table: Mapping, where: str, allowed: tuple[str, ...]) -> None:
-        for name in table:
-            if name not in allowed:
-                raise self._wrong(
-                    f"{where}.{name}" if where else name, f"is not known: must be one of {', '.join(allowed)}"
-                )
-
-    def _wrong(self, where: str, problem: str) -> InvalidArgument:
-        return InvalidArgument(f"{self.path}: {where}", problem)

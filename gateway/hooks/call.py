@@ -14,11 +14,9 @@ from contract.generation import Usage
 class Call:
     """One request.
 
-    protocol: ``http`` (OpenAI), ``grpc`` (KServe) or ``batch``.
-    operation: ``chat``, ``responses``, ``text_completion`` or ``batch``.
-    headers: HTTP headers or gRPC metadata, names in lower case.
+    protocol: ``http`` (OpenAI), ``grpc`` (KServe) or ``batch``. operation: such as ``chat`` or ``text_completion``.
+    headers: HTTP headers or gRPC metadata, names in lower case. state: for hooks to keep things in.
     model: as the request names it, and from the first output on the name of the one that serves it.
-    state: for the hooks of this request to keep things in.
     """
 
     request_id: str

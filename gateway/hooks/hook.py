@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contract.errors import TridentError, Unavailable
-from gateway.config.hooks import HookRules
+from contract.errors import InvalidArgument, TridentError, Unavailable
+from gateway.config.policy import HookRules
 from gateway.config.tenant import Tenant
-from gateway.hooks import loading
 from gateway.hooks.runner import Late, Runner
 
+GROUP = "trident.gateway.hooks"
+METHODS = ("authenticate", "request", "output", "end")
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _LOG = logging.getLogger(__name__)
 
@@ -44,11 +47,11 @@ class HookMetrics:
 
 
 class LoadedHook:
-    """A hook of the configuration. Raises: what ``loading.load`` does."""
+    """A hook of the configuration. Raises: what ``load`` does."""
 
     def __init__(self, name: str, rules: HookRules, metrics: HookMetrics) -> None:
         self.name, self.rules, self._metrics = name, rules, metrics
-        self._found = loading.load(name, rules)
+        self._found = load(name, rules)
         self._runner = Runner(name, rules.threads, rules.timeout_ms / 1000, metrics.hangs.labels(name).inc)
         self._out = False
 
@@ -96,3 +99,32 @@ class LoadedHook:
         if self.rules.on_failure == "closed":
             raise Unavailable(f"the hook {self.name} of this gateway failed, without which no request is served")
         raise HookFailed
+
+
+def load(name: str, rules: HookRules) -> Any:
+    """Return the object with the methods of a hook. Raises InvalidArgument that names the field."""
+    use, field = rules.use, f"hooks.{name}.use"
+    entries = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    if use not in entries and not re.fullmatch(r"[\w.]+:[\w.]+", use):
+        allowed = ", ".join(sorted(entries)) or "none is installed"
+        problem = f"must be module:attribute, or an entry point of the group {GROUP} ({allowed}), got {use!r:.200}"
+        raise InvalidArgument(field, problem)
+    try:
+        found: Any = (entries.get(use) or metadata.EntryPoint(name, use, GROUP)).load()
+    except Exception as exc:  # of the operator's code, which may raise anything as it is imported
+        raise InvalidArgument(field, f"{use!r:.200} cannot be imported: {type(exc).__name__}: {exc}") from exc
+    if isinstance(found, type) or not _is_hook(found):
+        try:
+            found = found(**rules.options)
+        except Exception as exc:  # of the operator's code
+            field = f"hooks.{name}.options" if isinstance(exc, TypeError | ValueError) else field
+            raise InvalidArgument(field, f"{use} cannot be made: {type(exc).__name__}: {exc}") from exc
+    elif rules.options:
+        raise InvalidArgument(f"hooks.{name}.options", f"must be left out: {use} is neither a class nor a function")
+    if not _is_hook(found):
+        raise InvalidArgument(field, f"{use} must have at least one of the methods {', '.join(METHODS)}")
+    return found
+
+
+def _is_hook(found: object) -> bool:
+    return any(callable(getattr(found, method, None)) for method in METHODS)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,7 +20,7 @@ from contract.errors import Cancelled, InvalidArgument, TridentError, Unauthenti
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import prompt_of
 from gateway.choices import ChoiceDelta, total
-from gateway.config.hooks import HookRules
+from gateway.config.policy import HookRules
 from gateway.config.tenant import Tenant
 from gateway.hooks.call import Call, Outcome
 from gateway.hooks.hook import HookFailed, HookMetrics, LoadedHook, WrongValue
@@ -40,7 +40,7 @@ class Hooks:
     """The hooks of one gateway. ``prepare`` those of a configuration, then ``change`` to them."""
 
     def __init__(self, named: Callable[[str, str], Tenant | None], registry: CollectorRegistry) -> None:
-        """named: returns the tenant of a team's key, by both names; see config.tenants.Keys."""
+        """named: as Authentication has it."""
         self._named, self._metrics = named, HookMetrics(registry)
         self._hooks: tuple[LoadedHook, ...] = ()
         self._prepared: tuple[LoadedHook, ...] = ()
@@ -72,18 +72,13 @@ class Hooks:
 
         Raises: Unauthenticated for a key that the configuration does not have, and what LoadedHook.call raises.
         """
-        for hook in self._hooks:
-            if not hook.has("authenticate"):
-                continue
-            try:
+        for hook in (hook for hook in self._hooks if hook.has("authenticate")):
+            with contextlib.suppress(HookFailed):
                 key = await hook.call("authenticate", headers, check=_key)
-            except HookFailed:
-                continue
-            if key is not None:
-                tenant = self._named(key.rpartition("/")[0], key)
-                if tenant is None:
-                    raise Unauthenticated(f"the hook {hook.name} names a key that this gateway does not have")
-                return tenant
+                if key is not None:
+                    if (tenant := self._named(key.rpartition("/")[0], key)) is None:
+                        raise Unauthenticated(f"the hook {hook.name} names a key that this gateway does not have")
+                    return tenant
         return None
 
     def call(self, context: RequestContext) -> contextlib.AbstractContextManager[RequestHooks | None]:
@@ -103,14 +98,8 @@ class RequestHooks:
     def __init__(self, hooks: Sequence[LoadedHook], context: RequestContext, ends: set[asyncio.Task]) -> None:
         self._hooks, self._ends, self._began_s = hooks, ends, time.monotonic()
         self._filtering = [hook for hook in hooks if hook.has("output")]
-        self.call = Call(
-            context.request_id,
-            context.tenant.name,
-            context.protocol,
-            context.operation,
-            MappingProxyType(dict(context.carrier)),
-            context.session,
-        )
+        headers, tenant = MappingProxyType(dict(context.carrier)), context.tenant.name
+        self.call = Call(context.request_id, tenant, context.protocol, context.operation, headers, context.session)
         self._requests: Sequence[GenerationRequest] = ()
         self._outputs: dict[int, ChoiceOutput] = {}
         self._usages: dict[int, Usage | None] = {}
@@ -120,7 +109,7 @@ class RequestHooks:
     def __enter__(self) -> RequestHooks:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         error = error or self.error
         seen = error if isinstance(error, TridentError) or error is None else Cancelled("the caller left")
         usages = [self._usages.get(choice) for choice in range(len(self._requests))]
@@ -172,10 +161,9 @@ class RequestHooks:
             self._usages[choice] = delta.usage
         if not self._filtering:
             return item
-        output = self._outputs.get(choice)
-        if output is None:
-            output = self._outputs[choice] = ChoiceOutput(self._filtering, self.call)
-        return ChoiceDelta(choice, await output.changed(delta))
+        if choice not in self._outputs:
+            self._outputs[choice] = ChoiceOutput(self._filtering, self.call)
+        return ChoiceDelta(choice, await self._outputs[choice].changed(delta))
 
 
 async def _ended(hook: LoadedHook, outcome: Outcome, call: Call) -> None:
@@ -190,7 +178,6 @@ def _key(value: Any) -> str | None:
 
 
 def _checked(before: GenerationRequest, allowed: frozenset[str], value: Any) -> GenerationRequest:
-    """Return the request that a hook made of ``before``. Raises WrongValue."""
     if value is None:
         return before
     if not isinstance(value, GenerationRequest):

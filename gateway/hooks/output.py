@@ -1,7 +1,6 @@
 """Pass the output of one choice through the filters of hooks, text by text: each section of it has filters of its own.
 
-A section ends where another begins or the output ends. What filters kept back is given there, so that text, reasoning
-and tool calls stay in order, and the result is the same however the output was divided into deltas.
+What filters kept back is given where a section ends, so that text, reasoning and tool calls stay in order.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class ChoiceOutput:
         return text
 
     async def _finish(self, parts: list[tuple[str, str | ToolCallDelta]]) -> None:
-        """Add what the filters of the section kept back."""
         rest = ""
         for place, one in enumerate(self._filters):
             rest += await self._fed(await one.finish(), place + 1)

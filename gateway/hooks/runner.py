@@ -1,8 +1,8 @@
 """Call the functions of one hook outside the event loop that serves requests, each for a bounded time.
 
-Plain functions run in a few threads, asynchronous ones on an event loop in a thread of their own, so that neither can
-block a stream. A call that is late is given up at once. One that has not returned HANG_S later hangs: its thread is
-replaced, and asked to end by an exception, which reaches Python code but no call into the operating system.
+Plain functions run in a few threads, asynchronous ones on an event loop in a thread of their own. A call that is late
+is given up at once. One that has not returned HANG_S later hangs: its thread is replaced, and asked to end by an
+exception, which reaches Python code but no call into the operating system.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class _Job:
     """One call.
 
     result: the value and the exception, one of them None; an exception of the call's must not look like one of ours.
-    thread: that runs it; None before, and for good if it was given up before. ended: it has returned, whether or not
-        anybody waits for it.
+    thread: that runs it; None before, and for good if it was given up before. ended: it has returned.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:

@@ -12,7 +12,6 @@ from gateway.admission.shared_state import SharedState
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
-from gateway.config.tenants import Keys
 from gateway.identity.audit import Audit
 from gateway.identity.key_store import FileDocuments, RedisDocuments
 from gateway.identity.principal import Principal, of_tenant
@@ -23,19 +22,13 @@ from gateway.identity.tokens import Tokens
 class Authentication:
     """The ways of one gateway to say who one is. Call ``apply`` on the loop that serves, and ``close`` at the end.
 
-    keys: finds the tenant of an API key; the configuration by default.
     hook: is asked first; returns None where keys and tokens shall say who asks.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        configuration: Configuration,
-        keys: Keys | None = None,
-        shared_state: SharedState | None = None,
+        self, settings: Settings, configuration: Configuration, shared_state: SharedState | None = None
     ) -> None:
-        self._configuration, self._keys = configuration, keys or configuration
-        self._settings, self._admin_token = settings, settings.admin_token
+        self._configuration, self._settings, self._admin_token = configuration, settings, settings.admin_token
         self._tokens = Tokens(configuration.member)
         self.hook: Callable[[Mapping[str, str]], Awaitable[Tenant | None]] | None = None
         self.audit = Audit(settings.audit_log)
@@ -64,7 +57,7 @@ class Authentication:
         """
         bearer = bearer_token(headers.get("authorization", ""))
         if self.hook is None and self.stored is None and not self._tokens.takes(bearer):
-            return self._keys.tenant(bearer)
+            return self._configuration.tenant(bearer)
         found = await self._caller(bearer, headers)
         if found.tenant is None:
             raise PermissionDenied("this token belongs to no team that may use this gateway")
@@ -86,19 +79,19 @@ class Authentication:
             return await self._tokens.principal(bearer)
         found = self.stored.find(bearer) if self.stored is not None else None
         try:
-            return found or of_tenant(self._keys.tenant(bearer))
+            return found or of_tenant(self._configuration.tenant(bearer))
         except Unauthenticated:
             if bearer and self.stored is not None and not self.stored.read:
                 raise Unavailable("the API keys cannot be read now", 1.0) from None
             raise
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        """Return a tenant as its key sees it now; see Keys. Raises: Unavailable while stored keys were never read."""
+        """Return a tenant as its key sees it now; see Configuration. Raises: Unavailable before keys are read."""
         issuer, is_token, _ = key.rpartition("/")[2].partition(":")
         if not is_token:
             stored = self.stored if key.startswith(f"{tenant}/") else None
             found = stored.named(key) if stored is not None else None
-            found = found or self._keys.named(tenant, key)
+            found = found or self._configuration.named(tenant, key)
             if found is None and stored is not None and not stored.read:
                 raise Unavailable("the API keys cannot be read now", 1.0)
             return found

@@ -76,7 +76,6 @@ class ResponseTrace:
                 parts.setdefault((kind, 0), {"type": kind, "content": ""})["content"] += part
 
     def _record(self, span: Span) -> None:
-        """Write to the span what was read."""
         answers = []
         for choice, parts in sorted(self._parts.items()):
             calls = [part for part in parts.values() if part["type"] == "tool_call"]
@@ -102,7 +101,6 @@ class ResponseTrace:
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat's message in the conventions' form."""
     content = turn.get("content")
     if turn.get("role") == "tool":
         parts = [{"type": "tool_call_response", "id": turn.get("tool_call_id"), "response": content}]

@@ -62,8 +62,4 @@ def _value(value: object) -> str:
 
 def _one_line(text: str) -> str:
     """Escape what is not printable: a caller's text must not add log lines or move the terminal's cursor."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

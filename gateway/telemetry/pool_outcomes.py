@@ -39,11 +39,9 @@ class Distribution(Counter[int]):
 class Outcomes:
     """Sums over a window.
 
-    requests: calls to replicas that ended well or failed; a refused or inconclusive one is neither.
-    errors: those that failed, also where the request then went on elsewhere. refusals: by a replica, or by the gateway
-        for lack of room.
-    input_tokens, output_tokens: of generations that ended. first: time to the first token, queueing included.
-    token: mean time between the tokens of a generation. copies: shadow copies, by result.
+    requests: calls to replicas that ended well or failed. errors: those that failed, also where the request then went
+        on elsewhere. refusals: by a replica, or by the gateway for lack of room.
+    first: time to the first token, with queueing. token: mean time between tokens. copies: shadow copies, by result.
     """
 
     requests: int = 0

@@ -49,13 +49,7 @@ def cost_fields(context: RequestContext, micros: int) -> dict[str, float]:
     return {"cost": micros / 1e6} if context.model.price is not None else {}
 
 
-def moved(context: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:
-    """Log that a request continues at another target before its first token."""
-    fields = {"request_id": context.request_id, "generation_id": generation_id, "from": before, "to": after}
-    _LOG.warning("request moved to another target", extra={"fields": {**fields, "error": str(error)}})
-
-
-def continued(context: RequestContext, generation_id: str, replica: str, tokens: int, error: TridentError) -> None:
-    """Log that a generation lost its replica after so many tokens and goes on at another one."""
-    fields = {"request_id": context.request_id, "generation_id": generation_id, "from": replica, "tokens": tokens}
-    _LOG.warning("generation continues at another replica", extra={"fields": {**fields, "error": str(error)}})
+def moved(text: str, context: RequestContext, generation_id: str, error: TridentError, **more: object) -> None:
+    """Log that a generation goes on elsewhere after ``error``."""
+    fields = {"request_id": context.request_id, "generation_id": generation_id, **more, "error": str(error)}
+    _LOG.warning(text, extra={"fields": fields})

@@ -30,10 +30,7 @@ class PoolState(NamedTuple):
 
 
 class ReplicaSeconds:
-    """Integrates the number of healthy replicas over time. Call ``check`` periodically.
-
-    healthy: returns the number of healthy replicas now.
-    """
+    """Integrates the number of healthy replicas, which ``healthy`` returns, over time. Call ``check`` periodically."""
 
     # The clock is looked up at every call: simulator/virtual_time.py replaces it.
     def __init__(self, healthy: Callable[[], int], clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -55,15 +52,8 @@ class ReplicaSeconds:
 class StateMetrics:
     """A Prometheus collector. Every field returns the state at the time of the scrape.
 
-    replicas: all known replicas.
-    upstreams: all overflow upstreams.
-    pools: all pools of replicas.
-    body_bytes: bytes that request bodies hold.
-    degraded: degraded requests by stage.
-    replica_seconds: healthy replicas integrated over time, seconds.
-    tokens: input and output tokens that engines processed.
-    prices: None where no price is set; then no cost is reported.
-    releases: names, rules and latest verdicts.
+    body_bytes: that request bodies hold. degraded: requests by stage. tokens: that engines read and made.
+    prices: None where none is set; then no cost is reported.
     """
 
     replicas: Callable[[], Iterable[RoutedReplica]]
@@ -84,17 +74,21 @@ class StateMetrics:
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
         yield from self._pools()
         yield from self._releases()
-        degraded = CounterMetricFamily("trident_gateway_degraded", "Degraded requests, by stage", labels=("stage",))
+        degraded = _counter("degraded", "Degraded requests, by stage", "stage")
         for stage, count in self.degraded().items():
             degraded.add_metric((stage,), count)
-        yield degraded
-        replica_seconds = self.replica_seconds()
-        yield CounterMetricFamily(
-            "trident_gateway_replica_seconds", "Healthy replicas integrated over time, seconds", replica_seconds
-        )
-        prices = self.prices()
+        seconds, prices = self.replica_seconds(), self.prices()
+        total = _counter("replica_seconds", "Healthy replicas integrated over time, seconds")
+        total.add_metric((), seconds)
+        yield from (degraded, total)
         if prices is not None and prices.replica_hour is not None:
-            yield from _cost(prices.replica_hour, prices.currency, replica_seconds, self.tokens())
+            cost, tokens = seconds * prices.replica_hour / 3600, self.tokens()
+            spent = _counter("cost", "Cost of the replica-seconds", "currency")
+            spent.add_metric((prices.currency,), cost)
+            per_1000 = _gauge("cost_per_1000_tokens", "Since the start, input and output tokens", "currency")
+            if tokens:
+                per_1000.add_metric((prices.currency,), cost / tokens * 1000)
+            yield from (spent, per_1000)
 
     def _releases(self) -> Iterator[Metric]:
         families = _gauges(
@@ -102,8 +96,8 @@ class StateMetrics:
             release_weight="Percent of the requests, or of the copies, that the candidate gets now",
             release_rolled_back="1 if the release was rolled back",
         )
-        text, labels = "How fast the candidate burns a budget; 1 uses it up", ("release", "objective", "window")
-        burn_rates = GaugeMetricFamily("trident_gateway_release_burn_rate", text, labels=labels)
+        text = "How fast the candidate burns a budget; 1 uses it up"
+        burn_rates = _gauge("release_burn_rate", text, "release", "objective", "window")
         for name, rules, verdict in self.releases():
             values = {"release_weight": rules.share * 100, "release_rolled_back": bool(rules.rolled_back)}
             _add(families, (name,), values)
@@ -124,7 +118,7 @@ class StateMetrics:
             replica_tokens_per_second="Tokens of decoding per second with all slots taken, 0 if unknown",
         )
         text = "Output tokens that the gateway relayed from the replica"
-        tokens = CounterMetricFamily("trident_gateway_replica_tokens", text, labels=("replica", "pool"))
+        tokens = _counter("replica_tokens", text, "replica", "pool")
         now_s = time.monotonic()
         for replica in self.replicas():
             tokens.add_metric((replica.url, replica.pool), replica.tokens)
@@ -138,8 +132,7 @@ class StateMetrics:
                 "replica_tokens_per_second": replica.tokens_per_s(replica.slots),
             }
             _add(families, (replica.url, replica.pool), values)
-        text = "What answers of upstreams cost"
-        spent = CounterMetricFamily("trident_gateway_upstream_spend", text, labels=("pool",))
+        spent = _counter("upstream_spend", "What answers of upstreams cost", "pool")
         for upstream in self.upstreams():
             breaker = upstream.breaker.state_at(now_s).value
             values = {"breaker_state": breaker, "replica_outstanding": upstream.outstanding}
@@ -162,22 +155,12 @@ class StateMetrics:
             pool_starting="Registered replicas that start",
             pool_starting_seconds="Until the last of them is ready, by their last starts; absent while one is unknown",
         )
-        depth = GaugeMetricFamily(
-            "trident_gateway_queue_depth",
-            "Requests that wait for a slot, by priority class",
-            labels=("pool", "priority"),
-        )
-        backlog = GaugeMetricFamily(
-            "trident_gateway_pool_backlog_tokens",
-            "Prompt and max_tokens of requests, by priority class and whether they are queued or running",
-            labels=("pool", "priority", "state"),
-        )
-        arrived = CounterMetricFamily(
-            "trident_gateway_pool_arrived_tokens", "Tokens that all requests so far might use", labels=("pool",)
-        )
+        depth = _gauge("queue_depth", "Requests that wait for a slot, by priority class", "pool", "priority")
+        text = "Prompt and max_tokens of requests, by priority class and whether they are queued or running"
+        backlog = _gauge("pool_backlog_tokens", text, "pool", "priority", "state")
+        arrived = _counter("pool_arrived_tokens", "Tokens that all requests so far might use", "pool")
         for pool in self.pools():
-            slots, healthy = pool.slots, pool.healthy
-            capacity = slots.capacity
+            slots, healthy, capacity = pool.slots, pool.healthy, pool.slots.capacity
             values = {
                 "pool_ready": bool(healthy),
                 "pool_slots": capacity.slots if healthy else 0,
@@ -202,25 +185,18 @@ class StateMetrics:
         yield from (*families.values(), depth, backlog, arrived)
 
 
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"trident_gateway_{name}", text, labels=labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"trident_gateway_{name}", text, labels=labels)
+
+
 def _gauges(labels: tuple[str, ...], **help_texts: str) -> dict[str, GaugeMetricFamily]:
-    """Return a gauge for each name, which the prefix precedes."""
-    return {
-        name: GaugeMetricFamily(f"trident_gateway_{name}", text, labels=labels) for name, text in help_texts.items()
-    }
+    return {name: _gauge(name, text, *labels) for name, text in help_texts.items()}
 
 
 def _add(families: Mapping[str, GaugeMetricFamily], labels: tuple[str, ...], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         families[name].add_metric(labels, float(value))
-
-
-def _cost(replica_hour: float, currency: str, replica_seconds: float, tokens: int) -> Iterator[Metric]:
-    cost = replica_seconds * replica_hour / 3600
-    spent = CounterMetricFamily("trident_gateway_cost", "Cost of the replica-seconds", labels=("currency",))
-    spent.add_metric((currency,), cost)
-    per_1000 = GaugeMetricFamily(
-        "trident_gateway_cost_per_1000_tokens", "Since the start, input and output tokens", labels=("currency",)
-    )
-    if tokens:
-        per_1000.add_metric((currency,), cost / tokens * 1000)
-    yield from (spent, per_1000)

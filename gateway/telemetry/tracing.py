@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from opentelemetry.propagate import extract, inject
@@ -11,8 +13,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from contract.generation import GenerationRequest, Usage
+from contract.generation import GenerationRequest, Timings, Usage
 
+TOLERANCE_NS = 1_000_000  # by which two readings of clocks of one machine may differ
 PROVIDER = "trident"  # the conventions list companies, and allow other names
 
 
@@ -135,3 +138,50 @@ def generation_attributes(
         found["gen_ai.usage.output_tokens"] = usage.output_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     return found
+
+
+def record_replica(tracing: Tracing, call: Span, timings: Timings | None, now_ns: int) -> None:
+    """Record the parts of a replica's call that has been answered, in order and without gaps, by its own instants.
+
+    Of a replica that does not say when it tokenized there are only ``engine``, ``engine.prefill`` and
+    ``engine.decode``. The queues of tokenizer and detokenizer, and ``response``, have the network's time in them.
+    now_ns: when the last response came, wall clock.
+    """
+    began_ns = getattr(call, "start_time", None)
+    if timings is None or not began_ns:
+        return
+    whole = timings.tokenized_ns > 0 and timings.detokenized_ns > 0
+    last_ns = timings.detokenized_ns if whole else timings.last_token_ns
+    own_ns = time.time_ns() - time.monotonic_ns()
+    shift_ns = clock_shift_ns(began_ns, now_ns, timings.arrival_ns, last_ns, own_ns)
+
+    scheduled_ns = timings.first_scheduled_ns
+    found = [timings.arrival_ns, timings.tokenized_ns or scheduled_ns, scheduled_ns, timings.first_token_ns]
+    found += [timings.last_token_ns, timings.received_ns, timings.detokenized_ns]
+    # No span ends before it starts, also if a clock was set.
+    instants = accumulate((min(now_ns, instant + shift_ns) for instant in found), max, initial=began_ns)
+    _, arrival, tokenized, scheduled, first, last, received, detokenized = instants
+    if whole:
+        tracing.past(call, "tokenizer.queue", began_ns, arrival)
+        tracing.past(call, "tokenizer", arrival, tokenized)
+    engine = tracing.past(call, "engine", tokenized, last)
+    if whole:
+        tracing.past(engine, "engine.queue", tokenized, scheduled)
+    tracing.past(engine, "engine.prefill", scheduled, first)
+    tracing.past(engine, "engine.decode", first, last)
+    if whole:
+        tracing.past(call, "detokenizer.queue", last, received)
+        tracing.past(call, "detokenizer", received, detokenized)
+        tracing.past(call, "response", detokenized, now_ns)
+
+
+def clock_shift_ns(began_ns: int, now_ns: int, first_ns: int, last_ns: int, own_ns: int) -> int:
+    """Return what to add to a replica's instants to get the gateway's wall clock.
+
+    began_ns, now_ns: of the call, wall clock. first_ns, last_ns: the replica's within it. own_ns: this machine's shift.
+    A shift is possible if it puts the replica's instants inside the call. If our own is, the replica is on this machine
+    and all instants are exact. Another machine's clock began at another time, by far more than a call takes; then the
+    last instant is put where the answer came, and what is not known, the way there and back, lies before the first.
+    """
+    possible = began_ns - first_ns - TOLERANCE_NS <= own_ns <= now_ns - last_ns + TOLERANCE_NS
+    return own_ns if possible else now_ns - last_ns

@@ -14,6 +14,7 @@ from zoneinfo import ZoneInfo
 
 from contract.errors import InvalidArgument
 from gateway.config.calendar import check_zone, midnight_s, period_at
+from gateway.config.rules import integer
 from gateway.usage import store
 from gateway.usage.store import QUARTER_S, SUMS, Filter, UsageRecord
 
@@ -86,7 +87,8 @@ def requests(
     """
     zone, about = _filter(given, level, zone)
     limit, after = (
-        _integer(given, name, default, top) for name, default, top in (("limit", most, most), ("after", 0, 2**62))
+        integer("limit", given.get("limit", str(most)), most),
+        integer("after", given.get("after", "0"), 2**62),
     )
     rows, columns, rest = [], ("id", *UsageRecord._fields), "AND id > ? ORDER BY id LIMIT ?"
     for row in chain.from_iterable(store.read(path, "requests", columns, about, rest, after, limit) for path in paths):
@@ -111,7 +113,6 @@ def _group(name: str, row: Mapping[str, Any], zone: str) -> str:
 
 
 def _filter(given: Mapping[str, str], level: str, zone: str) -> tuple[str, Filter]:
-    """Return the time zone and the filter of a report."""
     try:
         zone = check_zone(given.get("time_zone", zone))
     except ValueError as exc:
@@ -137,10 +138,3 @@ def _time(name: str, text: str, zone: str) -> float:
     except (ValueError, OverflowError):
         allowed = "a date such as 2026-11-23 or a time such as 2026-11-23T10:00:00+01:00"
         raise InvalidArgument(name, f"must be {allowed}, got {text!r:.80}") from None
-
-
-def _integer(given: Mapping[str, str], name: str, default: int, most: int) -> int:
-    text = given.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= most):
-        raise InvalidArgument(name, f"must be an integer from 0 to {most}, got {text!r:.80}")
-    return int(text)

@@ -113,15 +113,11 @@ class UsageStore(Database):
                     for one in records
                 ],
             )
-            if self._clock() >= self._purge_s:
-                self._purge_s = self._clock() + PURGE_S
-                self._purge(db)
-
-    def _purge(self, db: sqlite3.Connection) -> None:
-        now_s = self._clock()
-        db.execute("DELETE FROM requests WHERE time_s < ?", (now_s - self._settings.usage_keep_days * DAY_S,))
-        db.execute("DELETE FROM quarters WHERE start_s < ?", (now_s - self._settings.usage_sums_keep_days * DAY_S,))
-        db.execute("DELETE FROM budgets WHERE ends_s < ?", (now_s - DAY_S,))
+            if (now_s := self._clock()) >= self._purge_s:
+                self._purge_s, settings = now_s + PURGE_S, self._settings
+                db.execute("DELETE FROM requests WHERE time_s < ?", (now_s - settings.usage_keep_days * DAY_S,))
+                db.execute("DELETE FROM quarters WHERE start_s < ?", (now_s - settings.usage_sums_keep_days * DAY_S,))
+                db.execute("DELETE FROM budgets WHERE ends_s < ?", (now_s - DAY_S,))
 
     def put_budgets(self, rows: Iterable[tuple[str, float, float, str]]) -> None:
         """Write budgets: bucket, end of its day or month, what was spent of it, reservations as JSON."""

@@ -18,7 +18,7 @@ from cluster import chart  # noqa: E402
 from cluster.scaling import rules as scaling_rules  # noqa: E402
 from cluster.scaling import settings as scaler_settings  # noqa: E402
 from contract.errors import InvalidArgument  # noqa: E402
-from gateway.config import configuration, tenants  # noqa: E402
+from gateway.config import configuration  # noqa: E402
 from gateway.config import pools as gateway_pools  # noqa: E402
 from gateway.config import settings as gateway_settings  # noqa: E402
 from server import settings as server_settings  # noqa: E402
@@ -172,7 +172,7 @@ def test_every_program_accepts_its_environment(case, tmp_path):
     for _, pod in pods(golden(case)):
         for container in pod["spec"]["containers"]:
             variables = environment(container)
-            assert list(gateway_settings.unknown(variables, also=(tenants.API_KEYS,))) == []
+            assert list(gateway_settings.unknown(variables)) == []
             known = [kind for kind in (server_settings, scaler_settings) for kind in variables_of(kind)]
             assert [name for name in variables if not name.startswith("TRIDENT_GATEWAY_") and name not in known] == []
             for name in variables:

@@ -60,6 +60,13 @@ def test_what_is_wrong_is_named(table: dict, field: str, problem: str):
     assert (caught.value.field, caught.value.problem) == (f"a.toml: {field}", problem)
 
 
+def test_a_value_that_may_be_a_secret_is_not_shown():
+    for wrong, problem in (({"name": 3}, "must be a valid string"), ({"name": "", "listed": 3}, "must be a list")):
+        with pytest.raises(InvalidArgument) as caught:
+            checked(Outer, wrong, "a.toml", shown=False)
+        assert caught.value.problem == problem
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match="must be a file that can be read"):
         read(tmp_path / "none.toml")

@@ -21,7 +21,6 @@ from gateway.api.picker.endpoint import EndpointPicker
 from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
-from gateway.config.tenants import Keys
 from gateway.service import Service
 from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica
@@ -75,14 +74,17 @@ class Running:
 @contextlib.asynccontextmanager
 async def gateway(
     *replicas: FakeReplica,
-    keys: Keys | None = None,
+    keys: Any = None,
     tracing: Tracing | None = None,
     link: HubLink | None = None,
     config: str = "",
     environ: Mapping[str, str] = MappingProxyType({}),
     **overrides: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway in front of the replicas, on free ports; closed when the block ends. config: the file's text."""
+    """A gateway in front of the replicas, on free ports; closed when the block ends. config: the file's text.
+
+    keys: ``tenant`` of it finds the tenant of a key.
+    """
     values: dict[str, Any] = {
         "http_port": 0,
         "grpc_port": 0,
@@ -103,7 +105,9 @@ async def gateway(
             values["config"] = path
         settings = Settings(**{**values, **overrides})
         configuration = Configuration(settings.config, environ, pools.of(settings))
-        service = Service(settings, configuration, keys=keys, tracing=tracing, link=link)
+        if keys is not None:
+            configuration.tenant = keys.tenant
+        service = Service(settings, configuration, tracing=tracing, link=link)
         async with _serving(service) as running:
             yield running
 

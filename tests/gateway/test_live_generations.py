@@ -40,13 +40,13 @@ async def test_generations_are_counted_and_watched_while_they_are_live():
 
 async def test_a_drain_waits_for_admission_and_generations():
     live, _, _ = registry()
-    with live.admitting:
+    with live.admitting():
         draining = asyncio.create_task(live.drain(60.0))
         await asyncio.sleep(0)
         generation = Generation(live)
     await asyncio.sleep(0)
     assert not draining.done()
-    with pytest.raises(Unavailable, match="stopping"), live.admitting:
+    with pytest.raises(Unavailable, match="stopping"), live.admitting():
         pass
     live.check_not_cut_off()
     live.discard(generation)

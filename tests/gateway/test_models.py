@@ -35,7 +35,7 @@ SIZES = ("small", "medium", "large")
 
 
 def models(**table: dict[str, Any]) -> Models:
-    made = Models("demo", "ensemble", None)
+    made = Models(Settings())
     rules = policy.read("f", {"models": table, "overflow": {"far": {"url": "http://x/v1", "model": "m"}}}, {})
     made.change(rules.models)
     return made
@@ -60,10 +60,10 @@ async def chosen(
 
 
 def test_without_a_table_there_is_one_model_under_its_names_and_any_public_pool():
-    made = Models("demo", "ensemble", None)
+    made = Models(Settings())
     assert [made.find(name, Tenant()).name for name in ("demo", "ensemble", "ensemble_packed")] == ["demo"] * 3
     with pytest.raises(NotFound):
-        Models("demo", "textbook", None).find("ensemble_packed", Tenant())
+        Models(Settings(triton_model="textbook")).find("ensemble_packed", Tenant())
     assert not made.configured and made.pools == {} and made.find("demo", Tenant()).pool == ""
 
 
@@ -169,8 +169,8 @@ def test_a_model_tells_what_it_can_do_and_what_it_costs():
     model = ServedModel("m", "p", "", rules)
     told = model.describe("EUR")
     assert (told["id"], told["context_length"], told["price"]["currency"]) == ("m", 2048, "EUR")
-    assert model.cost(Usage(3000, 500, 1000)) == pytest.approx(2 * 1.0 + 0.5 + 2.0)
-    assert ServedModel().cost(Usage(1, 1)) == 0.0
+    assert model.price.micros(Usage(3000, 500, 1000)) == pytest.approx((2 * 1.0 + 0.5 + 2.0) * 1e6)
+    assert ServedModel().price is None
 
 
 def test_a_reload_keeps_what_a_model_has_learnt_about_its_tokens():

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from contract import gate_result
+from contract import gate_result, toml_table
 from contract.errors import InvalidArgument, NotFound, Unavailable
 from gateway import command_line
-from gateway.config.configuration import table
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import gateway, until
 
@@ -50,11 +49,11 @@ def test_the_file_is_changed_and_what_happens_is_said(tmp_path: Path, capsys):
         "release r: canary, next gets nothing",
     ]
     assert f"Gateways that read {path} follow within a second." in said.err
-    assert table(path)["releases"]["r"]["rolled_back"] == "odd answers"
+    assert toml_table.read(path)["releases"]["r"]["rolled_back"] == "odd answers"
     run("start", "r", "--no-rollback", "--config", path)
-    assert table(path)["releases"]["r"]["rollback"] == {"automatic": False}
+    assert toml_table.read(path)["releases"]["r"]["rollback"] == {"automatic": False}
     run("start", "r", "--rollback", "--config", path)
-    assert table(path)["releases"]["r"]["rollback"] == {"automatic": True}
+    assert toml_table.read(path)["releases"]["r"]["rollback"] == {"automatic": True}
 
 
 def test_who_changed_a_release_is_in_the_audit_log(tmp_path: Path, monkeypatch, capsys):
@@ -74,7 +73,7 @@ def test_who_changed_a_release_is_in_the_audit_log(tmp_path: Path, monkeypatch, 
     monkeypatch.setenv("TRIDENT_GATEWAY_AUDIT_LOG", str(tmp_path))  # stands in the way of no rollback
     run("rollback", "r", "--config", path)
     assert "warning: TRIDENT_GATEWAY_AUDIT_LOG: cannot be written" in capsys.readouterr().err
-    assert table(path)["releases"]["r"]["rolled_back"] == "by an operator"
+    assert toml_table.read(path)["releases"]["r"]["rolled_back"] == "by an operator"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_what_the_file_may_not_hold_is_refused_before_it_is_written(tmp_path: Pa
     run(*START)
     monkeypatch.setenv("TRIDENT_GATEWAY_REPLICAS", "elsewhere=127.0.0.1:1")  # nothing stands in the way of a rollback
     run("rollback", "r")
-    assert table(path)["releases"]["r"]["rolled_back"] == "by an operator"
+    assert toml_table.read(path)["releases"]["r"]["rolled_back"] == "by an operator"
 
 
 @pytest.mark.parametrize("arguments", [("shift", "r"), ("start",), ("shift", "r", "--to", "much"), (), ("stop", "r")])

@@ -196,7 +196,7 @@ SECOND = {"release": "second", "action": "start", "set": {"stable": "main", "can
         ({"model": "huge"}, {}, "personas.chat.model", "must be one of small, large, got 'huge'"),
         ({}, {}, "personas.chat.model", "must be one of small, large, got ''"),
         ({"model": "small"}, {"release": "later"}, "changes.0", "later"),
-        ({"model": "small"}, {"set": {"to": 200.0}}, "changes.0", "200"),
+        ({"model": "small"}, {"set": {"to": 200.0}}, "changes.0", "next.weight: must be less than or equal to 100"),
         ({"model": "small"}, {"set": {"ab": 1}}, "changes.0", "ab"),
         ({"model": "small"}, SECOND, "changes.0", "cannot be made: TMP/gateway.toml: releases.second.stable: must be"),
     ],

@@ -105,7 +105,7 @@ class Exchange:
         self._subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
         if request.generation(headers) and not message.request_headers.end_of_stream:
             return []
-        with service.live.admitting:
+        with service.live.admitting():
             permit = await service.admission.admit_reader(tenant, self._context.charge())
         return [await self._picked(permit, self._context, {})]
 

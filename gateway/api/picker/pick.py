@@ -21,7 +21,6 @@ from gateway.request_context import RequestContext
 from gateway.routing.replicas import Route, RoutedReplica
 from gateway.service import Service
 from gateway.telemetry import request_log
-from gateway.telemetry.metrics import error_type
 
 OnCut = Callable[[TridentError], object]
 MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
@@ -161,21 +160,19 @@ class Pick:
         input_tokens, output_tokens = (usage.input_tokens, usage.output_tokens) if usage else (0, 0)
         pool, url = (replica.pool, replica.url) if replica else ("", "")
         metrics.ended(
-            context.operation,
-            context.model.name,
-            pool=pool,
+            context,
+            error,
+            "" if error else "forwarded",
             began_s=self._began_s,
             first_s=self._first_s,
-            finish_reason="" if error else "forwarded",
-            error_type=error_type(error),
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
+            pool=pool,
+            usage=usage,
             whole=self._usage is None or not self._usage.tokens,
-            tenant=context.tenant,
         )
+        micros = context.charge().micros(usage)
         if usage is not None:
-            metrics.used(context.tenant.name, usage, model=context.model.name, cost=context.model.cost(usage))
-        cost = request_log.cost_fields(context, context.charge().micros(usage))
+            metrics.used(context.tenant.name, usage, model=context.model.name, cost=micros / 1e6)
+        cost = request_log.cost_fields(context, micros)
         told = {"input_tokens": input_tokens, "output_tokens": output_tokens, **cost}
         request_log.write(context, error, self._began_s, replica=url, pool=pool, **told)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from contract.errors import InvalidArgument
 from gateway.config import policy, tenants
@@ -97,9 +98,9 @@ def test_a_path_that_no_file_can_have_is_refused_by_field(path: str):
 
 def test_pools_that_rules_name_must_exist():
     rules = read(overflow={"a": {"pool": "p"}}, shadow={"pool": "q", "fraction": 0.1})
-    policy.check_pools("file.toml", rules.pools_used, {"p": "", "q": ""})
+    policy.check_named("file.toml", rules.pools_used, "pq", "pools")
     with pytest.raises(InvalidArgument, match="shadow.pool"):
-        policy.check_pools("file.toml", rules.pools_used, {"p": ""})
+        policy.check_named("file.toml", rules.pools_used, "p", "pools")
 
 
 def test_rules_that_fall_are_refused_in_code_too():
@@ -112,7 +113,7 @@ def test_the_documented_file_is_valid_and_shows_every_field():
     keys, rules = (block.partition("```")[0] for block in page.split("```toml\n")[1:])
     table = tomllib.loads(keys) | tomllib.loads(rules)
     found = policy.read("file.toml", table, {"UPSTREAM_KEY": "secret"})
-    assert len(tenants.read("file.toml", table, {})) == 1 and len(found.models) == 3
+    assert len(tenants.read("file.toml", table, {}, found)) == 1 and len(found.models) == 3
     assert found.reuse == policy.ReuseRules() and found.degradation == DegradationRules(overflow=("small",))
     missing = [
         name
@@ -123,3 +124,32 @@ def test_the_documented_file_is_valid_and_shows_every_field():
     missing += [name for kind in (RollbackRules, CheckRules) for name in kind.model_fields if f"{name} = " not in rules]
     assert found.releases["next"].rollback == RollbackRules()
     assert not missing
+
+
+def test_a_summary_needs_a_model_and_other_policies_have_none():
+    assert policy.ContextRules(policy="summarise", summary_model="small").summary_tokens == 128
+    for wrong in ({"policy": "summarise"}, {"policy": "keep_system", "summary_model": "small"}):
+        with pytest.raises(ValidationError, match="summary_model must be set for policy summarise"):
+            policy.ContextRules(**wrong)
+
+
+def test_hooks_keep_the_order_of_the_file():
+    hooks = read(hooks={"b": {"use": "x", "tenants": ["acme"]}, "a": {"use": "y:z"}}).hooks
+    assert list(hooks) == ["b", "a"] and hooks["b"].tenants == ("acme",)
+    assert hooks["a"].on_failure == "closed" and hooks["a"].timeout_ms == 100.0
+
+
+@pytest.mark.parametrize(
+    "table, problem",
+    [
+        ({}, "hooks.a.use: must be set"),
+        ({"use": ""}, "hooks.a.use: "),
+        ({"use": "x", "timeout_ms": 0.0}, "hooks.a.timeout_ms: "),
+        ({"use": "x", "on_failure": "ajar"}, "hooks.a.on_failure: .*'open' or 'closed'"),
+        ({"use": "x", "tenants": "acme"}, "hooks.a.tenants: "),
+        ({"use": "x", "timeout": 5}, "hooks.a.timeout: is not known: must be one of use, options"),
+    ],
+)
+def test_wrong_fields_of_hooks_are_named(table: dict, problem: str):
+    with pytest.raises(InvalidArgument, match=problem):
+        read(hooks={"a": table})

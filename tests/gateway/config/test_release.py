@@ -64,15 +64,15 @@ def test_only_what_callers_get_answers_from_counts_as_served():
 
 
 WRONG = [
-    ("stable = 'stable'", "releases.r.candidate: is missing"),
+    ("stable = 'stable'", "releases.r.candidate: must be set"),
     ("stable = 'stable'\ncandidate = 'stable'", "releases.r: candidate must be another pool than stable"),
     ("stable = 'stable'\ncandidate = 'gone'", "releases.r.candidate: must be one of the pools stable, next, other"),
-    ("stable = 'stable'\ncandidate = 'next'\nweight = 101", "releases.r.weight: input should be less than or equal"),
+    ("stable = 'stable'\ncandidate = 'next'\nweight = 101", "releases.r.weight: must be less than or equal"),
     (
         "stable = 'stable'\ncandidate = 'next'\nwieght = 1",
         "releases.r.wieght: is not known: must be one of kind, stable",
     ),
-    ("stable = 'stable'\ncandidate = 'next'\nkind = 'red'", "releases.r.kind: input should be 'canary', 'blue_green'"),
+    ("stable = 'stable'\ncandidate = 'next'\nkind = 'red'", "releases.r.kind: must be 'canary', 'blue_green'"),
     (
         "stable = 'stable'\ncandidate = 'next'\nkind = 'blue_green'\nweight = 5",
         "weight must be 0 or 100 for blue_green",

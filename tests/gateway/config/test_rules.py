@@ -17,5 +17,5 @@ def test_a_redis_url_is_taken_as_it_is(url: str):
     "url", ["redis://", "h:1", "redis://h:abc", "redis://h:99999", "redis://[::1", "unix:///p?db=x"]
 )
 def test_a_redis_url_that_cannot_be_read_is_refused(url: str):
-    with pytest.raises(ValidationError, match="must be a URL|should match pattern"):
+    with pytest.raises(ValidationError, match="must be a URL"):
         TypeAdapter(RedisUrl).validate_python(url)

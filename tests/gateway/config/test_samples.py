@@ -25,7 +25,7 @@ def test_nothing_is_kept_without_a_rule():
 @pytest.mark.parametrize(
     ("section", "field", "problem"),
     [
-        ({"keep": ["lenght"]}, "samples.keep.0", "should be 'failure'"),
+        ({"keep": ["lenght"]}, "samples.keep.0", "must be 'failure'"),
         ({"fraction": 2}, "samples.fraction", "less than or equal to 1"),
         ({"patterns": {"T": "("}}, "samples.patterns.T", "valid regular expression"),
         ({"patterns": {"EMAIL": "x"}}, "samples", "got EMAIL"),
@@ -61,7 +61,8 @@ def test_a_team_opts_in_by_itself():
     key = {"hash": "0" * 64}
     teams = {"in": {"samples": True, "keys": {"k": key}}, "out": {"keys": {"k": {"hash": "1" * 64}}}}
     table = {"salt": "00" * 16, "orgs": {"acme": {"teams": teams}}}
-    assert reading("g.toml", table, {}, {"": "127.0.0.1:1"}).keys.sampled() == {"acme/in"}
+    found = reading("g.toml", table, {}, {"": "127.0.0.1:1"}).keys
+    assert [tenant.name for tenant in found.tenants() if tenant.samples] == ["acme/in"]
     teams["out"]["samples"] = 1
-    with pytest.raises(InvalidArgument, match=r"teams.out.samples: must be true or false, got 1"):
+    with pytest.raises(InvalidArgument, match=r"teams.out.samples: must be a valid boolean"):
         reading("g.toml", table, {}, {"": "127.0.0.1:1"})

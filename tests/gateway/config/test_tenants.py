@@ -58,8 +58,8 @@ def test_a_key_leads_to_its_tenant_with_the_limits_of_every_level(tmp_path: Path
 @pytest.mark.parametrize(("given", "managed"), [("", ""), ("team", "acme/research"), ("org", "acme")])
 def test_a_key_may_manage_its_team_or_organisation(tmp_path: Path, given: str, managed: str) -> None:
     keys = _keys(tmp_path, f'{FILE}administers = "{given}"')
-    assert keys.tenant(BOB).administers == managed and keys.has_admins() == bool(given)
-    with pytest.raises(InvalidArgument, match="keys.bob.administers: must be team or org, got 'all'"):
+    assert keys.tenant(BOB).administers == managed and any(one.administers for one in keys.tenants()) == bool(given)
+    with pytest.raises(InvalidArgument, match="keys.bob.administers: must be '', 'team' or 'org'"):
         _keys(tmp_path, f'{FILE}administers = "all"')
 
 
@@ -131,27 +131,27 @@ def test_a_wrong_environment_is_named_without_the_key(environment: str, message:
         ("salt", "sal", "tenants.toml: sal: is not known: must be one of salt, orgs, admission"),
         (SALT, "0011", "tenants.toml: salt: must be 16 bytes"),
         (SALT, "zz" * 16, "tenants.toml: salt: must be 16 bytes"),
-        ("6000", "0", "orgs.acme.tokens_per_minute: must be an integer from 1, got 0"),
-        ("6000", "true", "orgs.acme.tokens_per_minute: must be an integer from 1, got True"),
+        ("6000", "0", "orgs.acme.tokens_per_minute: must be greater than or equal to 1"),
+        ("6000", "true", "orgs.acme.tokens_per_minute: must be a valid integer"),
         ("tokens_per_minute", "burst_tokens", "acme.burst_tokens: is allowed only together with tokens_per_minute"),
-        ("weight = 2", "weight = nan", "orgs.acme.teams.research.weight: must be a number from 0.001 to 1000, got nan"),
+        ("weight = 2", "weight = nan", "teams.research.weight: must be less than or equal to 1000"),
         (
             "weight = 2",
             f"weight = 1{'0' * 400}",
-            "teams.research.weight: must be a number from 0.001 to 1000, got 1000",
+            "teams.research.weight: must be a valid number",
         ),
         ("weight = 2", 'wieght = "2"', "orgs.acme.teams.research.wieght: is not known"),
-        ("priority = 0", "priority = 10", "research.priority: must be an integer from 0 to 9, got 10"),
-        ('["demo"]', '"demo"', "orgs.acme.teams.research.models: must be a list of model names, got 'demo'"),
-        ('"gpu"', "3", "orgs.acme.teams.research.pool: must be the name of a pool, got 3"),
+        ("priority = 0", "priority = 10", "research.priority: must be less than or equal to 9"),
+        ('["demo"]', '"demo"', "orgs.acme.teams.research.models: must be a list"),
+        ('"gpu"', "3", "orgs.acme.teams.research.pool: must be a valid string"),
         (_hash(ALICE), ALICE, "keys.alice.hash: must be an HMAC-SHA256"),
         (_hash(BOB), _hash(ALICE), "keys.bob.hash: is that of acme/research/alice too"),
         ("max_in_flight = 2", "max = 2", "keys.alice.max: is not known"),
-        ("[orgs.acme]", '[orgs."a c"]\n[orgs.acme]', "orgs.a c: allowed in a name are letters"),
-        ("[orgs.acme]", "[orgs]\nb = 1\n[orgs.acme]", "orgs.b: is not a table"),
-        ("salt =", "salt", "cannot be read as TOML"),
-        ("6000", "6" * 5000, "cannot be read as TOML"),
-        ("6000", "[" * 20_000, "cannot be read as TOML"),
+        ("[orgs.acme]", '[orgs."a c"]\n[orgs.acme]', "orgs.a c: must match pattern '^[A-Za-z0-9]"),
+        ("[orgs.acme]", "[orgs]\nb = 1\n[orgs.acme]", "orgs.b: must be a table"),
+        ("salt =", "salt", "must be TOML"),
+        ("6000", "6" * 5000, "must be TOML"),
+        ("6000", "[" * 20_000, "must be TOML"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -159,6 +159,12 @@ def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str
     with pytest.raises(InvalidArgument) as refused:
         _keys(tmp_path, FILE.replace(old, new, 1))
     assert message in str(refused.value) and "tenants.toml" in str(refused.value)
+
+
+def test_a_key_in_place_of_its_table_is_not_shown(tmp_path: Path) -> None:
+    text = f'[orgs.acme.teams.research.keys]\nalice = "{ALICE}"\n'
+    with pytest.raises(InvalidArgument, match="orgs.acme.teams.research.keys.alice: must be a table$"):
+        _keys(tmp_path, text)
 
 
 def _with_acme(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> KeyTable:
@@ -201,18 +207,18 @@ tokens_per_month = 9
         ("money_per_day = -1", "orgs.acme.money_per_day: must be a sum above 0"),
         ("money_per_day = nan", "orgs.acme.money_per_day: must be a sum above 0"),
         ('money_per_day = "5"', "orgs.acme.money_per_day: must be a sum above 0"),
-        ("tokens_per_day = 1.5", "orgs.acme.tokens_per_day: must be an integer from 1, got 1.5"),
-        ("tokens_per_month = true", "orgs.acme.tokens_per_month: must be an integer from 1, got True"),
+        ("tokens_per_day = 1.5", "orgs.acme.tokens_per_day: must be a valid integer"),
+        ("tokens_per_month = true", "orgs.acme.tokens_per_month: must be a valid integer"),
         ('time_zone = "Mars"', "orgs.acme.time_zone: must be an IANA time zone such as Europe/Berlin, got 'Mars'"),
-        ("warn_at = 1.5", "orgs.acme.warn_at: must be a number above 0, 1 at most, got 1.5"),
-        ("[[orgs.acme.limits]]\ntokens_per_day = 1", "orgs.acme.limits[0]: must have model or endpoint, or both"),
-        ('[[orgs.acme.limits]]\nendpoint = "talk"', "limits[0].endpoint: must be one of chat, responses"),
-        ('[[orgs.acme.limits]]\nmodel = "m"\nmax_in_flight = 1', "limits[0].max_in_flight: is not known"),
+        ("warn_at = 1.5", "orgs.acme.warn_at: must be less than or equal to 1"),
+        ("[[orgs.acme.limits]]\ntokens_per_day = 1", "orgs.acme.limits.0: must have model or endpoint, or both"),
+        ('[[orgs.acme.limits]]\nendpoint = "talk"', "limits.0.endpoint: must be 'chat', 'responses'"),
+        ('[[orgs.acme.limits]]\nmodel = "m"\nmax_in_flight = 1', "limits.0.max_in_flight: is not known"),
         (
             '[[orgs.acme.limits]]\nmodel = "m"\n[[orgs.acme.limits]]\nmodel = "m"',
             "must have one table for model=m",
         ),
-        ("limits = 3", "orgs.acme.limits: must be tables"),
+        ("limits = 3", "orgs.acme.limits: must be a list"),
         ("tokens_per_year = 1", "orgs.acme.tokens_per_year: is not known: must be one of tokens_per_minute"),
     ],
 )

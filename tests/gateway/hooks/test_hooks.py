@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from clients import AsyncClient
 from contract.errors import InvalidArgument, PermissionDenied
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.config.hooks import HookRules
+from gateway.config.policy import HookRules
 from gateway.config.tenant import Tenant
 from gateway.hooks.hooks import Hooks
 from gateway.request_context import RequestContext

@@ -26,6 +26,12 @@ class Keys:
         return Tenant(tenant) if key.endswith("/of-the-file") else None
 
 
+def with_keys() -> Configuration:
+    configuration = Configuration(None, {}, {})
+    configuration.tenant, configuration.named = Keys().tenant, Keys().named
+    return configuration
+
+
 def headers(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
@@ -33,7 +39,7 @@ def headers(token: str) -> dict[str, str]:
 async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path):
     path = tmp_path / "token"
     path.write_text(TOKEN)
-    authentication = Authentication(Settings(admin_token_file=path), Configuration(None, {}, {}), Keys())
+    authentication = Authentication(Settings(admin_token_file=path), with_keys())
     assert (await authentication.principal(headers(TOKEN))).role == "operator"
     found = await authentication.principal(headers("k"))
     assert (found.role, found.tenant) == ("caller", Tenant("acme/research"))
@@ -49,7 +55,7 @@ async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path
 
 
 async def test_without_a_token_file_nobody_is_an_operator():
-    authentication = Authentication(Settings(), Configuration(None, {}, {}), Keys())
+    authentication = Authentication(Settings(), with_keys())
     assert not authentication.administered
     with pytest.raises(Unauthenticated):
         await authentication.principal({})
@@ -57,7 +63,7 @@ async def test_without_a_token_file_nobody_is_an_operator():
 
 async def test_a_stored_key_that_cannot_be_read_yet_is_not_one_that_is_gone(clock):
     """Who owns a batch is looked up after a restart, when the store may be away."""
-    authentication, memory = Authentication(Settings(), Configuration(None, {}, {}), Keys()), Memory()
+    authentication, memory = Authentication(Settings(), with_keys()), Memory()
     authentication.stored = StoredKeys(memory, member, clock)
     memory.away = True
     await authentication.start()

@@ -9,11 +9,16 @@ import re
 from pathlib import Path
 
 import aiohttp
+import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry, generate_latest
 
 from contract.errors import EngineFailed
 from gateway.config.tenant import Tenant
+from gateway.telemetry import metrics
 from gateway.telemetry.logs import JsonLines
 from gateway.telemetry.metrics import MAX_TENANTS, Metrics
 from gateway.telemetry.tracing import Tracing
@@ -21,6 +26,8 @@ from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
 
 REQUEST = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
+BOUNDS = (0.5, 1.0, 2.0)
+AMOUNTS = st.lists(st.one_of(st.sampled_from(BOUNDS), st.floats(0, 10)), max_size=20)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -143,3 +150,22 @@ async def test_the_documents_metrics_are_those_on_the_page():
         page = await running.metrics_page()
     named = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and "_created" not in line}
     assert documented <= named <= documented | elsewhere
+
+
+@given(amounts=AMOUNTS)
+def test_a_scrape_shows_what_the_librarys_own_metrics_would(amounts: list[float]) -> None:
+    pages = []
+    for kinds in (metrics, prometheus_client):
+        registry = CollectorRegistry()
+        counter = kinds.Counter("counted", "text", ("kind",), registry=registry).labels("a")
+        gauge = kinds.Gauge("level", "text", registry=registry)
+        histogram = kinds.Histogram("taken", "text", ("kind",), registry=registry, buckets=BOUNDS).labels("a")
+        for amount in amounts:
+            counter.inc(amount)
+            counter.inc()
+            gauge.inc(amount)
+            gauge.dec()
+            histogram.observe(amount)
+        lines = generate_latest(registry).decode().splitlines()
+        pages.append([line for line in lines if "_created" not in line])
+    assert pages[0] == pages[1]

@@ -42,6 +42,6 @@ def test_a_defect_is_an_error_and_a_refusal_is_not(caplog: pytest.LogCaptureFixt
 
 
 def test_a_move_is_logged_with_both_targets(caplog: pytest.LogCaptureFixture):
-    request_log.moved(CONTEXT, "g-1", "replicas", "small", EngineFailed("gone"))
+    request_log.moved("moved", CONTEXT, "g-1", EngineFailed("gone"), **{"from": "replicas", "to": "small"})
     fields = caplog.records[-1].fields
     assert (fields["from"], fields["to"], fields["error"]) == ("replicas", "small", "gone")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway import sighup
+from gateway import signals
 from tests.gateway.running import until
 
 
@@ -30,7 +30,7 @@ def usual_handler() -> Iterator[None]:
 
 async def hang_up(configuration: Configuration, stopped: list[int]) -> None:
     loop = asyncio.get_running_loop()
-    sighup.handle(loop, configuration, lambda: stopped.append(1))
+    signals.handle(loop, configuration, lambda again: stopped.append(1))
     try:
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: bool(configuration.reloads or stopped))
@@ -52,7 +52,7 @@ async def test_without_a_file_the_process_stops():
 
 async def test_a_closed_terminal_stops_the_process(monkeypatch: pytest.MonkeyPatch):
     open_terminal = iter([True, False])
-    monkeypatch.setattr(sighup, "has_terminal", lambda: next(open_terminal))
+    monkeypatch.setattr(signals, "has_terminal", lambda: next(open_terminal))
     configuration, stopped = Configuration("gateway.toml"), []
     await hang_up(configuration, stopped)
     assert configuration.reloads == 0 and stopped
@@ -60,5 +60,5 @@ async def test_a_closed_terminal_stops_the_process(monkeypatch: pytest.MonkeyPat
 
 async def test_an_ignored_signal_stays_ignored_without_a_file():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sighup.handle(asyncio.get_running_loop(), Configuration(None), lambda: None)
+    signals.handle(asyncio.get_running_loop(), Configuration(None), lambda again: None)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""SIGHUP: reload the configuration file, or stop if the terminal was closed."""
+"""Signals to a gateway: SIGTERM and Ctrl-C stop it, SIGHUP makes it read the configuration file again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 from gateway.config.configuration import Configuration
 
@@ -14,29 +15,38 @@ _LOG = logging.getLogger(__name__)
 TERMINAL = "/dev/tty"  # the process's own, if it has one
 
 
-def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: Callable[[], None]) -> None:
-    """Install the handler of SIGHUP.
+def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: Callable[[bool], None]) -> None:
+    """Install the handlers.
 
-    The configuration file is read again. ``stop`` is called instead where there is no file, and where the process's
-    terminal was closed. Nothing is installed where SIGHUP is ignored, as nohup leaves it, and there is no file.
+    stop: called with False for the first signal to stop, with True for the same one again. SIGHUP is one where there is
+        no configuration file, and where the process's terminal was closed; where it is ignored, as nohup leaves it, it
+        only makes the file be read again.
     """
+    seen: set[signal.Signals] = set()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    if ignored and configuration.path is None:
-        return
     on_terminal = has_terminal()
     reloading: set[asyncio.Task] = set()
+
+    def on_stop(number: signal.Signals) -> None:
+        # Ctrl-C reaches workers and their parent, which sends SIGTERM: only the same signal twice means hurry.
+        if not seen or number in seen:
+            stop(number in seen)
+        seen.add(number)
 
     def on_hangup() -> None:
         closed = on_terminal and not has_terminal()
         if not ignored and (closed or configuration.path is None):
-            stop()
+            on_stop(signal.SIGHUP)
         elif not closed:
             _LOG.info("SIGHUP: reading %s", configuration.path)
             task = loop.create_task(configuration.reload())
             reloading.add(task)
             task.add_done_callback(reloading.discard)
 
-    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, partial(on_stop, number))
+    if configuration.path is not None or not ignored:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
 
 
 def has_terminal() -> bool:
