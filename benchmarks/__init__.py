@@ -2,4 +2,4 @@
 
 from contract import interpreter
 
-interpreter.require("grpc", "benchmarks")
+interpreter.require("benchmarks")

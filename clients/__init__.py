@@ -1,9 +1,8 @@
 """How to talk to a replica: streaming clients over gRPC, a command line, and balancing over many replicas."""
 
-from contract import grpc_environment, interpreter
+from contract import interpreter
 
-interpreter.require("grpc", "clients")
-grpc_environment.for_library()
+interpreter.require("clients")
 
 from clients.async_client import AsyncClient
 from clients.balanced import BalancedClient

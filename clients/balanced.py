@@ -10,6 +10,7 @@ A request that fails before its first token goes to another replica at once; lat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,8 @@ from clients.base import AsyncBaseClient
 from clients.replica_set import costs, picks
 from clients.replica_set.costs import Costs
 from clients.replica_set.discovery import Discovery, source
-from clients.replica_set.health import HealthPolicy
-from clients.replica_set.picks import Pick, RoutingRequest
-from clients.replica_set.replica import Replica, ReservedCall
+from clients.replica_set.picks import Pick, ReplicaLoad, RoutingRequest
+from clients.replica_set.replica import HealthPolicy, Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import infer_request, request
 from clients.wire.arguments import ClientOptions, GenerateArguments
@@ -30,7 +30,6 @@ from clients.wire.stream_model import StreamModel
 from clients.wire.token_stream import TokenStream
 from contract.errors import DeadlineExceeded, InvalidArgument, TridentError
 from contract.generation import GenerationRequest
-from contract.load import ReplicaLoad
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,10 +92,7 @@ class BalancedClient(AsyncBaseClient):
         timings: bool = False,
         **arguments: Unpack[GenerateArguments],
     ) -> TokenStream:
-        """Generate text as ``AsyncClient.generate`` does.
-
-        session: id of the conversation whose requests ``session_affinity`` keeps at one replica.
-        """
+        """Generate text as ``AsyncClient.generate`` does. session: of a conversation, for ``session_affinity``."""
         generation = request.build(prompt, **arguments)
         return self.open(generation, traceparent=traceparent, timings=timings, session=session)
 
@@ -118,10 +114,7 @@ class BalancedClient(AsyncBaseClient):
         return self._tracked(TokenStream(route, request.with_id(generation), self._schedule()))
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
-        """End a running request by its id, wherever it runs; replicas that do not know it ignore it.
-
-        Raises the first error if no replica could be reached.
-        """
+        """End a running request by its id, wherever it runs. Raises the first error if no replica could be reached."""
         await self.found()
         calls = [replica.channel.stop(request_id, timeout_s) for replica in self._set.replicas.values()]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -134,10 +127,9 @@ class BalancedClient(AsyncBaseClient):
         await self._set.found()
 
     async def _probe(self, replica: Replica, timeout_s: float) -> None:
-        try:
+        ok = False
+        with contextlib.suppress(TridentError):
             ok = await replica.channel.model_ready(self.model, timeout_s)
-        except TridentError:
-            ok = False
         replica.observe(ok)
 
 

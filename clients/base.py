@@ -87,8 +87,7 @@ class BaseClient(Generic[Stream]):
         return stream
 
     def _cancel_streams(self) -> None:
-        """Cancel the streams that have been sent; their readers get Cancelled. The others are not sent before they
-        are read."""
+        """Cancel the streams that have been sent, whose readers get Cancelled; the others are not sent until read."""
         with self._lock:
             streams = list(self._streams)
         for stream in streams:

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-from clients import exits, terminal
+from clients import terminal
 from clients.async_client import AsyncClient
 from contract.errors import InvalidArgument, TridentError
 
@@ -28,7 +28,7 @@ def converse(client: AsyncClient, system: str, arguments: dict[str, Any], stats:
         print(f"Talking to {client.model} at {client.url}. /help lists the commands.", file=sys.stderr)
     loop = asyncio.new_event_loop()
     history = _initial_history(system)
-    code = exits.OK
+    code = terminal.OK
     try:
         while True:
             try:
@@ -37,7 +37,7 @@ def converse(client: AsyncClient, system: str, arguments: dict[str, Any], stats:
                 return code
             except KeyboardInterrupt:
                 if not interactive:
-                    return exits.INTERRUPTED
+                    return terminal.INTERRUPTED
                 print("\n(/quit or Ctrl-D leaves)", file=sys.stderr)
                 continue
             except UnicodeDecodeError as exc:
@@ -57,7 +57,7 @@ def converse(client: AsyncClient, system: str, arguments: dict[str, Any], stats:
             except TridentError as error:
                 history.pop()
                 terminal.show_error(error)
-                code = exits.code_for(error)
+                code = terminal.exit_code(error)
                 if not interactive:
                     return code
     finally:

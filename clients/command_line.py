@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from clients import chat, demo, exits, terminal
+from clients import chat, demo, terminal
 from clients.async_client import AsyncClient
 from clients.wire import status
 from clients.wire.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
@@ -38,7 +38,7 @@ Talk to a Trident server: text in, text out, token by token.
 The server is --url, or $TRIDENT_URL, or {DEFAULT_URL} (what `make serve` opens).
 """
 
-_EXIT_CODES = f"exit codes:\n{exits.table()}\n"
+_EXIT_CODES = f"exit codes:\n{terminal.exit_codes()}\n"
 
 
 def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
@@ -56,42 +56,53 @@ def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: 
 seconds = number(float, lambda value: 0 < value <= 86_400, "more than 0, at most 86400")
 
 
-# Metavar, type and help of every option that has a value.
-_VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "stop": ("TEXT", str, "end before this text; may be repeated"),
-    "cancel-after": ("N", int, "cancel the request after N tokens, exit 0"),
-    "request-id": ("ID", str, "name the request, so that `stop ID` can end it"),
-    "system": ("TEXT", str, "the system message it begins with"),
-    "ask": ("QUESTION", str, "answered through the model's chat template, in place of code"),
-    "url": ("URL", str, f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})"),
-    "model": ("MODEL", str, f"the model to ask (default: {DEFAULT_MODEL}, or for streams its packed form)"),
-    "timeout": ("SECONDS", seconds, "give up, and cancel the server's work, after so long"),
-    "retries": ("N", int, "tries again before the first token (default: %(default)s)"),
-    "api-key": ("KEY", str, "sent as a bearer token (default: $TRIDENT_API_KEY)"),
-    "header": ("NAME=VALUE", str, "metadata for every call"),
-    "tls-root": ("FILE", str, "encrypt, trusting this PEM file"),
-    "tls-cert": ("FILE", str, "our certificate, for mutual TLS"),
-    "tls-key": ("FILE", str, "the key of --tls-cert"),
-    "tls-name": ("NAME", str, "the name in the server's certificate"),
-    "max-tokens": ("N", int, "at most so many new tokens (default: %(default)s)"),
-    "temperature": ("T", float, "0 always takes the likeliest token (default: 1)"),
-    "top-k": ("K", int, "choose among the K likeliest tokens (default: all)"),
-    "top-p": ("P", float, "choose among the likeliest tokens that sum to P (default: 1)"),
-    "min-p": ("P", float, "drop tokens below P times the likeliest (default: 0)"),
-    "repetition-penalty": ("X", float, "above 1 repeats less (default: 1)"),
-    "seed": ("N", int, "the same seed gives the same text"),
-    "min-tokens": ("N", int, "no end before so many tokens"),
+def _value(metavar: str, about: str, kind: Callable[[str], Any] = str, default: object = None) -> dict[str, Any]:
+    """Return ``add_argument``'s arguments of an option with a value. default: a list for one that may be repeated."""
+    more: dict[str, Any] = {"action": "append"} if isinstance(default, list) else {"type": kind}
+    return {"metavar": metavar, "help": about, "default": default, **more}
+
+
+def _flag(about: str, default: bool | None = False) -> dict[str, Any]:
+    return {"action": "store_true", "help": about, "default": default}
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "stop": _value("TEXT", "end before this text; may be repeated", default=[]),
+    "cancel-after": _value(
+        "N", "cancel the request after N tokens, exit 0", number(int, lambda n: n >= 1, "1 or more")
+    ),
+    "request-id": _value("ID", "name the request, so that `stop ID` can end it", default=""),
+    "system": _value("TEXT", "the system message it begins with", default=""),
+    "ask": _value("QUESTION", "answered through the model's chat template, in place of code"),
+    "url": _value("URL", f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})"),
+    "model": _value(
+        "MODEL", f"the model to ask (default: {DEFAULT_MODEL}, or for streams its packed form)", default=""
+    ),
+    "timeout": _value("SECONDS", "give up, and cancel the server's work, after so long", seconds),
+    "retries": _value(
+        "N", "tries again before the first token (default: %(default)s)", number(int, lambda n: n >= 0, "0 or more"), 3
+    ),
+    "api-key": _value("KEY", "sent as a bearer token (default: $TRIDENT_API_KEY)"),
+    "header": _value("NAME=VALUE", "metadata for every call", default=[]),
+    "tls-root": _value("FILE", "encrypt, trusting this PEM file"),
+    "tls-cert": _value("FILE", "our certificate, for mutual TLS"),
+    "tls-key": _value("FILE", "the key of --tls-cert"),
+    "tls-name": _value("NAME", "the name in the server's certificate", default=""),
+    "max-tokens": _value("N", "at most so many new tokens (default: %(default)s)", int, 128),
+    "temperature": _value("T", "0 always takes the likeliest token (default: 1)", float),
+    "top-k": _value("K", "choose among the K likeliest tokens (default: all)", int),
+    "top-p": _value("P", "choose among the likeliest tokens that sum to P (default: 1)", float),
+    "min-p": _value("P", "drop tokens below P times the likeliest (default: 0)", float),
+    "repetition-penalty": _value("X", "above 1 repeats less (default: 1)", float),
+    "seed": _value("N", "the same seed gives the same text", int),
+    "min-tokens": _value("N", "no end before so many tokens", int),
+    "echo": _flag("print the prompt in front of the answer"),
+    "no-stream": _flag("wait for the whole answer, then print it"),
+    "json": _flag("one JSON object per response (with --no-stream: one in all)"),
+    "stats": _flag("latencies and token counts to standard error at the end"),
+    "tls": _flag("encrypt, trusting the system's certificates"),
+    "ignore-eos": _flag("continue to --max-tokens past the model's end tokens", None),
 }
-_FLAGS = {
-    "echo": "print the prompt in front of the answer",
-    "no-stream": "wait for the whole answer, then print it",
-    "json": "one JSON object per response (with --no-stream: one in all)",
-    "stats": "latencies and token counts to standard error at the end",
-    "tls": "encrypt, trusting the system's certificates",
-    "ignore-eos": "continue to --max-tokens past the model's end tokens",
-}
-_DEFAULTS: dict[str, object] = {"model": "", "retries": 3, "max-tokens": 128, "ignore-eos": None}
-_DEFAULTS |= {"stop": [], "header": [], "request-id": "", "system": "", "tls-name": ""}
 _TLS = ("tls", "tls-root", "tls-cert", "tls-key", "tls-name")
 _CONNECTION = ("url", "model", "timeout", "retries", "api-key", "header", *_TLS)
 _SAMPLING = ("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed", "min-tokens", "ignore-eos")
@@ -129,15 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add(group: argparse._ActionsContainer, names: Iterable[str]) -> None:
     for name in names:
-        default = _DEFAULTS.get(name)
-        if name in _FLAGS:
-            group.add_argument(f"--{name}", action="store_true", default=_DEFAULTS.get(name, False), help=_FLAGS[name])
-            continue
-        metavar, kind, about = _VALUES[name]
-        if isinstance(default, list):
-            group.add_argument(f"--{name}", action="append", default=default, metavar=metavar, help=about)
-        else:
-            group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=about)
+        group.add_argument(f"--{name}", **_OPTIONS[name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,16 +160,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except TridentError as error:
         terminal.show_error(error)
-        return exits.code_for(error)
+        return terminal.exit_code(error)
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return terminal.INTERRUPTED
     except BrokenPipeError:
         terminal.forget_stdout()
-        return exits.PIPE_CLOSED
+        return terminal.PIPE_CLOSED
     except OSError as error:  # a full disk, a terminal that is gone; what goes wrong on the network is a TridentError
         terminal.forget_stdout()
         print(f"error: standard input or output: {error.strerror}", file=sys.stderr)
-        return exits.NO_OUTPUT
+        return terminal.NO_OUTPUT
 
 
 def with_verb(argv: list[str]) -> list[str]:
@@ -193,8 +196,6 @@ def client_for(args: argparse.Namespace) -> AsyncClient:
         if not (name and sep):
             raise InvalidArgument("--header", f"must be NAME=VALUE, got {header!r}")
         headers.append((name.lower(), value))
-    if args.retries < 0:
-        raise InvalidArgument("--retries", f"must be 0 or more, got {args.retries}")
     key = os.environ.get("TRIDENT_API_KEY", "") if args.api_key is None else args.api_key
     retry, budget = RetryPolicy(attempts=args.retries + 1), RetryBudget(reserve=max(RetryBudget.reserve, args.retries))
     return AsyncClient(args.url, model=args.model, tls=tls, api_key=key, metadata=headers, retry=retry, budget=budget)
@@ -216,18 +217,10 @@ def _generate(args: argparse.Namespace) -> int:
             prompt = sys.stdin.read()
         except UnicodeDecodeError as exc:
             raise InvalidArgument("prompt", f"standard input is not UTF-8 text: {exc}") from exc
-    if args.cancel_after is not None and args.cancel_after < 1:
-        raise InvalidArgument("--cancel-after", f"must be 1 or more, got {args.cancel_after}")
-    arguments = {
-        "stop": args.stop,
-        "echo": args.echo,
-        "stream": not args.no_stream,
-        "request_id": args.request_id,
-        **sampling_of(args),
-    }
+    arguments = {"stop": args.stop, "echo": args.echo, "stream": not args.no_stream, "request_id": args.request_id}
 
     async def show(client: AsyncClient) -> int:
-        stream = client.generate(prompt, timings=args.stats or args.json, **arguments)
+        stream = client.generate(prompt, timings=args.stats or args.json, **arguments, **sampling_of(args))
         return await terminal.show(stream, as_json=args.json, stats=args.stats, cancel_after=args.cancel_after)
 
     return _run(args, show)
@@ -249,12 +242,11 @@ def _models(args: argparse.Namespace) -> int:
             models = await client.models(timeout_s)
         except PermissionDenied:
             print("the server does not show its index; checking the known models", file=sys.stderr)
-            models = status.from_readiness(
-                {name: await client.model_ready(name, timeout_s) for name in status.KNOWN_MODELS}
-            )
+            ready = {name: await client.model_ready(name, timeout_s) for name in status.KNOWN_MODELS}
+            models = status.from_readiness(ready)
         for model in models:
             print(f"{model.name:<24} {model.version or '-':<8} {model.state or '-':<12} {model.reason}".rstrip())
-        return exits.OK
+        return terminal.OK
 
     return _run(args, show)
 
@@ -262,10 +254,10 @@ def _models(args: argparse.Namespace) -> int:
 def _health(args: argparse.Namespace) -> int:
     async def show(client: AsyncClient) -> int:
         health = await client.health(args.timeout or 5.0)
-        words = {True: "yes", False: "no"}
-        print(f"{health.url}  live: {words[health.live]}  ready: {words[health.ready]}  {health.model}: ", end="")
-        print("ready" if health.model_ready else "not ready")
-        return exits.OK if health.ok else 6
+        live, ready = ("yes" if flag else "no" for flag in (health.live, health.ready))
+        model = "ready" if health.model_ready else "not ready"
+        print(f"{health.url}  live: {live}  ready: {ready}  {health.model}: {model}")
+        return terminal.OK if health.ok else terminal.NOT_READY
 
     return _run(args, show)
 
@@ -274,7 +266,7 @@ def _stop(args: argparse.Namespace) -> int:
     async def stop(client: AsyncClient) -> int:
         await client.stop(args.request_id, args.timeout or 5.0)
         print(f"stop sent for request {args.request_id}", file=sys.stderr)
-        return exits.OK
+        return terminal.OK
 
     return _run(args, stop)
 
@@ -289,4 +281,4 @@ def _run(args: argparse.Namespace, work: Callable[[AsyncClient], Awaitable[int]]
     try:
         return asyncio.run(connected())
     except asyncio.CancelledError:
-        return exits.INTERRUPTED
+        return terminal.INTERRUPTED

@@ -34,10 +34,7 @@ _ATTEMPTS = 3
 
 
 async def tour(client: AsyncClient, question: str | None = None) -> int:
-    """Prints the tour; the exit code is 0 if in-flight batching was seen, 1 if not.
-
-    question: asked through the model's chat template; without one, the model completes code.
-    """
+    """Print the tour; return 0 if in-flight batching was seen, else 1. question: None to complete code instead."""
     await client.health()  # opens the connection, which is no part of the first token's time
     pace = await _completion(client, question)
     length = max(48, min(512, int(pace * _STAGE_S)))
@@ -50,15 +47,13 @@ async def _completion(client: AsyncClient, question: str | None) -> float:
     """Streams one greedy answer or completion to the terminal; returns its tokens per second."""
     watch, last = Stopwatch(), TokenDelta()
     limit = _ANSWER_TOKENS if question else _COMPLETION_TOKENS
+    chat = [{"role": "user", "content": question}] if question else None
     if question:
         print(f"An answer from {client.url}, token by token:\n\n> {question}\n", flush=True)
-        chat = [{"role": "user", "content": question}]
-        stream = client.generate(messages=chat, max_tokens=limit, temperature=0.0)
     else:
-        print(f"A completion from {client.url}, token by token:\n", flush=True)
-        sys.stdout.write(PROMPT)
-        stream = client.generate(PROMPT, max_tokens=limit, temperature=0.0)
-    async for last in stream:
+        print(f"A completion from {client.url}, token by token:\n\n{PROMPT}", end="", flush=True)
+    prompt = None if question else PROMPT
+    async for last in client.generate(prompt, messages=chat, max_tokens=limit, temperature=0.0):
         watch.observe(last)
         sys.stdout.write(last.text)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Show responses on a terminal: text as it arrives, figures at the end, errors in one line."""
+"""Show responses on a terminal: text as it arrives, figures at the end, errors in one line and as an exit code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,43 @@ import os
 import sys
 from typing import Any
 
-from clients import exits
 from clients.wire.latency import Stopwatch
 from clients.wire.token_stream import TokenStream
+from contract import errors
 from contract.errors import Overloaded, TridentError, Unavailable
 from contract.generation import FinishReason, TokenDelta
+
+OK = 0
+NOT_READY = 6
+CUT_SHORT = 8
+NO_OUTPUT = 9
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+_CODES: tuple[tuple[type[TridentError], int, str], ...] = (
+    (errors.InvalidArgument, 2, "a bad argument, refused here or by the server"),
+    (errors.Unauthenticated, 3, "no key, not one the server knows, or one that may not do this"),
+    (errors.PermissionDenied, 3, ""),
+    (errors.NotFound, 4, "no such model or request"),
+    (errors.Overloaded, 5, "the server is full; try again later"),
+    (errors.Unavailable, NOT_READY, "no server there, or not ready"),
+    (errors.DeadlineExceeded, 7, "--timeout passed"),
+    (errors.Cancelled, CUT_SHORT, "the answer was ended early, by `stop` or by the server"),
+    (errors.EngineFailed, 1, "the engine failed"),
+)
+
+
+def exit_code(error: TridentError) -> int:
+    return next((code for kind, code, _ in _CODES if isinstance(error, kind)), 1)
+
+
+def exit_codes() -> str:
+    """Return the codes as lines for --help."""
+    lines = [f"  {OK:>3}  the text is complete (or --cancel-after was reached)"]
+    lines += [f"  {code:>3}  {meaning}" for _, code, meaning in sorted(_CODES, key=lambda row: row[1]) if meaning]
+    lines += [f"  {NO_OUTPUT:>3}  our output cannot be written"]
+    lines += [f"  {INTERRUPTED:>3}  Ctrl-C", f"  {PIPE_CLOSED:>3}  the reader of our output went away"]
+    return "\n".join(lines)
 
 
 async def show(
@@ -23,12 +55,8 @@ async def show(
     cancel_after: int | None = None,
     texts: list[str] | None = None,
 ) -> int:
-    """Print a stream as it arrives; cancel it after ``cancel_after`` tokens. Return the exit code.
-
-    texts: takes the deltas' texts as they are printed.
-    """
-    watch, last, column = Stopwatch(), TokenDelta(), True
-    cut = False
+    """Print a stream as it arrives, adding to ``texts``; cancel it after so many tokens. Return the exit code."""
+    watch, last, column, cut = Stopwatch(), TokenDelta(), True, False
     try:
         async with stream:
             async for delta in stream:
@@ -50,7 +78,7 @@ async def show(
             print(flush=True)
         if stats:
             print(figures(stream, watch, last, cut), file=sys.stderr, flush=True)
-    return exits.CUT_SHORT if last.finish_reason is FinishReason.CANCELLED else exits.OK
+    return CUT_SHORT if last.finish_reason is FinishReason.CANCELLED else OK
 
 
 def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> dict[str, Any]:
@@ -61,11 +89,8 @@ def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> di
     if delta.top_log_probs:
         shown["top_log_probs"] = [[list(pair) for pair in likeliest] for likeliest in delta.top_log_probs]
     if delta.finish_reason is not None:
-        shown |= {
-            "finish_reason": delta.finish_reason.value,
-            "stop_reason": delta.stop_reason,
-            "request_id": stream.request_id,
-        }
+        shown |= {"finish_reason": delta.finish_reason.value, "stop_reason": delta.stop_reason}
+        shown["request_id"] = stream.request_id
         shown["usage"] = dataclasses.asdict(delta.usage) if delta.usage else None
         shown["timings"] = dataclasses.asdict(delta.timings) if delta.timings else None
         shown |= {"ttft_s": watch.ttft_s if stream.request.stream else None, "total_s": watch.total_s}
@@ -84,10 +109,8 @@ def figures(stream: TokenStream, watch: Stopwatch, last: TokenDelta, cut: bool =
     much = [f"{watch.tokens} new tokens in {watch.total_s:.2f} s"]
     if last.usage:
         cached = f", {last.usage.cached_tokens} of them cached" if last.usage.cached_tokens else ""
-        much = [
-            f"{last.usage.input_tokens} prompt tokens{cached}",
-            f"{last.usage.output_tokens} new tokens in {watch.total_s:.2f} s",
-        ]
+        much = [f"{last.usage.input_tokens} prompt tokens{cached}"]
+        much += [f"{last.usage.output_tokens} new tokens in {watch.total_s:.2f} s"]
     reason = "cancelled by us" if cut else last.finish_reason.value if last.finish_reason else "unfinished"
     much.append(f"ended by: {reason}{f' ({last.stop_reason!r})' if last.stop_reason else ''}")
     if stream.attempts > 1:
@@ -104,9 +127,8 @@ def show_error(error: TridentError) -> None:
     """One line on standard error, and what to do about it where that is known."""
     print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
     if isinstance(error, Unavailable) and "cannot reach" in str(error):
-        print(
-            "  is the server running? `make serve` starts one; --url or $TRIDENT_URL sets its address", file=sys.stderr
-        )
+        hint = "is the server running? `make serve` starts one; --url or $TRIDENT_URL sets its address"
+        print(f"  {hint}", file=sys.stderr)
     if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
         print(f"  retry after {error.retry_after_s:g} s", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What the packages exchange: requests, deltas, tensors, errors, loads, manifests.
+"""What the packages exchange: requests, deltas, tensors, errors, manifests.
 
 Imports the standard library and numpy only.
 """

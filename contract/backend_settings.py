@@ -1,6 +1,6 @@
 """Settings of the Python backends, from TRIDENT_* environment variables; the supervisor checks them before it starts.
 
-A small reader of its own: every stub imports it, and pydantic-settings would add 0.2 s to the start of each.
+A small reader of its own: every stub imports it, and pydantic would add 0.2 s to the start of each.
 """
 
 from __future__ import annotations
@@ -66,11 +66,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the environment.
-
-        Raises:
-            InvalidArgument: a variable holds a value that is not allowed.
-        """
+        """Read the environment. Raises InvalidArgument for a variable whose value is not allowed."""
         engine_dir = environ.get("TRIDENT_ENGINE_DIR")
         if not engine_dir:
             raise InvalidArgument("TRIDENT_ENGINE_DIR", "must be set to the engine folder, e.g. engines/demo")

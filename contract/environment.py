@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.errors import InvalidArgument
 
@@ -46,7 +45,7 @@ class Allowed:
     text: str
 
 
-class EnvironmentSettings(BaseSettings):
+class EnvironmentSettings(BaseModel):
     """A valid, frozen configuration. A subclass sets ``model_config = environment_config(PREFIX)`` and its fields.
 
     Construction reads no environment; :meth:`from_environment` does.
@@ -61,46 +60,23 @@ class EnvironmentSettings(BaseSettings):
 
     @classmethod
     def from_environment(cls: type[S], environ: Mapping[str, str], **overrides: Any) -> S:
-        """Read the settings from ``environ``.
-
-        environ: an empty variable counts as unset.
-        overrides: by field name; one that is not None wins over its variable.
-        """
-        source = EnvSettingsSource(cls)
-        source.env_vars = {name: value for name, value in environ.items() if value != ""}
-        return cls(**source() | {cls.variable(name): value for name, value in overrides.items() if value is not None})
+        """Read the settings. environ: empty variables count as unset. overrides: by field; None for none."""
+        given = {name: value for name in cls.model_fields if (value := environ.get(cls.variable(name)))}
+        return cls(**given | {name: value for name, value in overrides.items() if value is not None})
 
     @classmethod
     def variable(cls, name: str) -> str:
-        """Return the environment variable of the field ``name``: ``grpc_port`` → ``TRIDENT_GRPC_PORT``.
-
-        A trailing underscore, of a name that pydantic has taken, is left out.
-        """
-        return f"{cls.model_config['env_prefix']}{name.rstrip('_').upper()}"
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
+        """Return the environment variable of the field ``name``: ``grpc_port`` → ``TRIDENT_GRPC_PORT``."""
+        return str(cls.model_fields[name].alias)
 
 
-def environment_config(prefix: str) -> SettingsConfigDict:
-    """Return the configuration of a settings class whose variables start with ``prefix``."""
-    return SettingsConfigDict(
-        env_prefix=prefix,
-        alias_generator=lambda name: f"{prefix}{name.rstrip('_').upper()}",
-        populate_by_name=True,
-        case_sensitive=True,
-        extra="forbid",
-        frozen=True,
-        validate_default=False,
-    )
+def environment_config(prefix: str) -> ConfigDict:
+    """Return the configuration of a settings class; a trailing underscore of a field is not part of its variable."""
+
+    def variable(name: str) -> str:
+        return f"{prefix}{name.rstrip('_').upper()}"
+
+    return ConfigDict(alias_generator=variable, populate_by_name=True, extra="forbid", frozen=True)
 
 
 def allowed(field: FieldInfo) -> str:

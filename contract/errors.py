@@ -56,11 +56,7 @@ class TridentError(Exception):
 
 
 class InvalidArgument(TridentError):
-    """A field of the request holds a value that is not allowed.
-
-    field: its name, or empty.
-    problem: the message without the field.
-    """
+    """A field holds a value that is not allowed. field: its name, or empty. problem: the message without it."""
 
     grpc_status, http_status = "INVALID_ARGUMENT", 400
 
@@ -128,9 +124,7 @@ _KIND = re.compile(rf"\b({'|'.join(BY_NAME)}): ")
 _FIELD = re.compile(r"\S+( \(\S+\))?")  # such as runtime_top_p (top_p)
 
 # The first class of the tree with a status stands for that status.
-BY_GRPC_STATUS: dict[str, type[TridentError]] = {}
-for _cls in _leaves(TridentError)[1:]:
-    BY_GRPC_STATUS.setdefault(_cls.grpc_status, _cls)
+BY_GRPC_STATUS = {cls.grpc_status: cls for cls in reversed(_leaves(TridentError)[1:])}
 
 
 def make(cls: type[TridentError], message: str) -> TridentError:

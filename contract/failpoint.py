@@ -65,8 +65,6 @@ except InvalidArgument as exc:  # at the import of any program, none of which ha
 
 def value(name: str) -> float | None:
     """Return the value of a fault that is there now, else None."""
-    if not _ARMED:
-        return None
     armed = _ARMED.get(name)
     return armed.value if armed is not None and armed.active() else None
 

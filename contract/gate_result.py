@@ -22,10 +22,7 @@ def sealed(table: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the table of a file: verdict, reasons, baseline and candidate with their digests, metrics.
-
-    Raises InvalidArgument: it cannot be read, is no such file, or was changed after it was written.
-    """
+    """Return the table that ``sealed`` took. Raises InvalidArgument: the file is none, or was changed since."""
     try:
         with path.open("rb") as file:
             table = json.loads(file.read(MOST_BYTES))

@@ -66,9 +66,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def validate(self) -> SamplingParams:
-        """Return self.
-        Raises InvalidArgument: a field holds a value that is not allowed.
-        """
+        """Return self. Raises InvalidArgument: a field holds a value that is not allowed."""
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, INT32_MAX)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -100,9 +98,7 @@ class Guide:
     text: str = ""
 
     def validate(self) -> Guide:
-        """Return self.
-        Raises InvalidArgument: the kind is unknown, or the text is missing or too long.
-        """
+        """Return self. Raises InvalidArgument: the kind is unknown, or the text is missing or too long."""
         if self.kind not in GUIDE_KINDS:
             problem = f"must be one of {', '.join(GUIDE_KINDS)}, got {self.kind!r:.100}"
             raise InvalidArgument("guided_decoding_guide_type", problem)
@@ -165,9 +161,7 @@ class GenerationRequest:
     guide: Guide | None = None
 
     def validate(self) -> GenerationRequest:
-        """Return self.
-        Raises InvalidArgument: a field holds a value that is not allowed.
-        """
+        """Return self. Raises InvalidArgument: a field holds a value that is not allowed."""
         if sum(prompt is not None for prompt in (self.text_input, self.messages, self.input_ids)) != 1:
             raise InvalidArgument("text_input", "must be set if neither messages nor input_ids is, else left out")
         if self.text_input == "":
@@ -175,11 +169,11 @@ class GenerationRequest:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(self, name) is not None and self.messages is None:
                 raise InvalidArgument(name, "must be left out without messages")
-        if self.input_ids is not None:
-            if not self.input_ids:
-                raise InvalidArgument("input_ids", "must hold at least one token id, got none")
-            _ids("input_ids", self.input_ids)
-        _ids("continue_ids", self.continue_ids)
+        if self.input_ids is not None and not self.input_ids:
+            raise InvalidArgument("input_ids", "must hold at least one token id, got none")
+        for name, ids in (("input_ids", self.input_ids or ()), ("continue_ids", self.continue_ids)):
+            for token in ids:
+                _integer(name, token, 0, INT32_MAX)
         kept = self.truncate_prompt_tokens
         whole = isinstance(kept, int) and not isinstance(kept, bool)
         if kept is not None and not (whole and (kept == -1 or 1 <= kept <= INT32_MAX)):
@@ -208,11 +202,7 @@ def changed(record: _Record, **fields: Any) -> _Record:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request.
-
-    cached_tokens: prompt tokens found in the prefix cache.
-    reasoning_tokens: output tokens of reasoning sections.
-    """
+    """Tokens of one request. cached_tokens: of the prompt, by the prefix cache. reasoning_tokens: of the output."""
 
     input_tokens: int
     output_tokens: int
@@ -243,12 +233,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What is added to a tool call.
-
-    index: of the call among those of the output.
-    id, name: with the first delta of the call, else "".
-    arguments: the next part of a JSON text.
-    """
+    """What is added to call number ``index``: at first its id and name, then parts of a JSON text."""
 
     index: int
     id: str = ""
@@ -310,26 +295,13 @@ class TokenDelta:
         return (("reasoning", sections.reasoning), ("text", self.text), *calls)
 
 
-def _ids(name: str, ids: tuple[int, ...]) -> None:
-    for token in ids:
-        _integer(name, token, 0, INT32_MAX)
-
-
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidArgument(name, f"must be an integer from {low} to {high}, got {value!r}")
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> None:
-    inside = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and low <= value <= high
-        and not (open_low and value == low)
-        and not (open_high and value == high)
-    )
-    if not inside:
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
         raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}")

@@ -1,4 +1,4 @@
-"""How a user starts the running Python interpreter, so that the commands we print work as printed."""
+"""The running Python interpreter: how a user starts it, so that printed commands work, and ``python -m``."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ import sys
 from pathlib import Path
 
 
-def command(executable: str | None = None, directory: str | None = None, path: str | None = None) -> str:
+def command() -> str:
     """Return the shell word that starts this interpreter from the working directory.
 
     ``python`` where that is this interpreter (an activated environment), else its path: relative below the working
     directory (``.venv/bin/python``), absolute elsewhere, quoted for a shell.
-
-    executable: the interpreter, default ``sys.executable``.
-    directory: the working directory, default the current one.
-    path: value of ``PATH`` to look ``python`` up in, default the environment's.
     """
-    executable = executable or sys.executable
-    found = shutil.which("python", path=path)
     # Not resolved: a virtual environment's python links to one without its packages.
-    if found and os.path.abspath(found) == os.path.abspath(executable):
+    this, found, here = Path(os.path.abspath(sys.executable)), shutil.which("python"), Path.cwd()
+    if found and os.path.abspath(found) == str(this):
         return "python"
-    inside = Path(os.path.abspath(executable))
-    here = Path(directory or os.getcwd())
-    return shlex.quote(str(inside.relative_to(here) if inside.is_relative_to(here) else inside))
+    return shlex.quote(str(this.relative_to(here) if this.is_relative_to(here) else this))
 
 
 def end_quietly() -> None:
@@ -40,16 +33,16 @@ def end_quietly() -> None:
         sys.excepthook = lambda kind, *rest: None if kind is KeyboardInterrupt else before(kind, *rest)
 
 
-def require(package: str, module: str) -> None:
-    """Exit with a message if ``python -m module`` runs under an interpreter without our dependencies.
+def require(module: str) -> None:
+    """Exit with a message if ``python -m module`` runs without our dependencies; silence gRPC's own log there.
 
-    A program that imports ``module`` as a library gets the ImportError instead.
-
-    package: a dependency, by the name it is imported by.
+    A program that imports ``module`` as a library gets the ImportError instead, and keeps the log.
     """
     end_quietly()
-    if sys.argv[:1] == ["-m"] and importlib.util.find_spec(package) is None:
-        sys.exit(
-            f"{module}: the package {package!r} is not installed for {sys.executable}; "
-            f"run `make setup` once, then `.venv/bin/python -m {module}`"
-        )
+    if sys.argv[:1] == ["-m"]:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is imported; its errors come as exceptions
+        if importlib.util.find_spec("grpc") is None:
+            sys.exit(
+                f"{module}: the package 'grpc' is not installed for {sys.executable}; "
+                f"run `make setup` once, then `.venv/bin/python -m {module}`"
+            )

@@ -120,12 +120,7 @@ class EngineManifest:
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically and sync it to the disk."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True) + "\n"
-        partial = folder / f"{FILE_NAME}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / FILE_NAME)
+        write_atomically(folder / FILE_NAME, text)
 
 
 def load(folder: Path) -> EngineManifest:
@@ -167,6 +162,16 @@ def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineM
     return manifest
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file and sync it to the disk; readers see it whole or as it was before."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 def hash_files(folder: Path) -> dict[str, str]:
     """Return the sha256 of every file below ``folder`` except the manifest, by relative path."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(FILE_NAME))
@@ -206,14 +211,21 @@ def _problem(table: object) -> str:
         table.setdefault(name, default)
     if missing := sorted(known - table.keys()):
         return f"{missing[0]} is missing"
-    for name, is_right, allowed in _CHECKS:
-        if not is_right(table[name]):
-            return f"{name}: must be {allowed}, got {table[name]!r}"
+    for one in fields(EngineManifest):
+        declared, _, null = str(one.type).partition(" | ")
+        is_right, allowed = _BY_NAME.get(one.name) or _BY_TYPE[declared.partition("[")[0]]
+        value = table[one.name]
+        if not (is_right(value) or (null and value is None)):
+            return f"{one.name}: must be {allowed}{' or null' if null else ''}, got {value!r}"
     return ""
 
 
-def _is_int(value: object, low: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: object) -> bool:
+    return _is_token_id(value) and value != 0
 
 
 def _is_text(value: object) -> bool:
@@ -237,32 +249,24 @@ def _is_adapters(value: object) -> bool:
         and entry.keys() == {field.name for field in fields(Adapter)}
         and _is_text(entry["name"])
         and _is_sha256(entry["sha256"])
-        and _is_int(entry["rank"], 1)
+        and _is_count(entry["rank"])
         for entry in value
     )
 
 
 # Fields that engines built earlier do not have.
 _LATER: Mapping[str, object] = {"memory_bytes": None, "adapters": [], "adapter_first_token_id": None, "encoder": None}
-_TEXT = ("name", "model", "architecture", "precision", "kv_cache_precision", "created")
-_COUNTS = ("max_batch_size", "max_num_tokens", "max_seq_len", "vocab_size")
-_CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    *((name, _is_text, "a non-empty string") for name in _TEXT),
-    *((name, lambda v: _is_int(v, 1), "a positive integer") for name in _COUNTS),
-    ("kind", lambda v: v in KINDS, f"one of {', '.join(KINDS)}"),
-    *((name, _is_sha256, "64 hex digits") for name in ("checkpoint_sha256", "recipe_sha256", "tokenizer_sha256")),
-    ("kv_cache_tokens", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
-    *(
-        (name, lambda v: v is None or _is_int(v), "a token id or null")
-        for name in ("bos_token_id", "pad_token_id", "adapter_first_token_id")
-    ),
-    ("adapters", _is_adapters, "a list of objects with name, sha256 and rank"),
-    ("eos_token_ids", lambda v: isinstance(v, list) and all(map(_is_int, v)), "a list of token ids"),
-    ("files", _is_files, "a table of sha256 by relative path"),
-    *((name, lambda v: isinstance(v, dict), "a table") for name in ("recipe", "versions", "properties")),
-    ("evaluation", lambda v: v is None or isinstance(v, dict), "a table or null"),
-    ("memory_bytes", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
-    ("encoder", lambda v: v is None or isinstance(v, dict), "a table or null"),
-    ("sm", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
-    ("image", lambda v: v is None or _is_text(v), "a non-empty string or null"),
-)
+_Check = tuple[Callable[[object], bool], str]  # whether a value is right, and what is allowed
+_BY_TYPE: Mapping[str, _Check] = {
+    "str": (_is_text, "a non-empty string"),
+    "int": (_is_count, "a positive integer"),
+    "Mapping": (lambda value: isinstance(value, dict), "a table"),
+}
+_BY_NAME: Mapping[str, _Check] = {
+    "kind": (lambda value: value in KINDS, f"one of {', '.join(KINDS)}"),
+    **dict.fromkeys(("checkpoint_sha256", "recipe_sha256", "tokenizer_sha256"), (_is_sha256, "64 hex digits")),
+    **dict.fromkeys(("bos_token_id", "pad_token_id", "adapter_first_token_id"), (_is_token_id, "a token id")),
+    "eos_token_ids": (lambda value: isinstance(value, list) and all(map(_is_token_id, value)), "a list of token ids"),
+    "files": (_is_files, "a table of sha256 by relative path"),
+    "adapters": (_is_adapters, "a list of objects with name, sha256 and rank"),
+}

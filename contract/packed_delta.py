@@ -40,11 +40,7 @@ def pack(delta: TokenDelta) -> bytes:
 
 
 def unpack(data: bytes) -> TokenDelta:
-    """Read what ``pack`` made.
-
-    Raises:
-        ValueError, struct.error: the bytes are something else.
-    """
+    """Read what ``pack`` made. Raises ValueError, struct.error: the bytes are something else."""
     count, size = _HEAD.unpack_from(data)
     text_at = 8 + 4 * count
     end = text_at + size

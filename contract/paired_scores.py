@@ -38,12 +38,7 @@ class Paired:
 
 
 def compare(
-    differences: np.ndarray,
-    margin: float,
-    reach: float = 1.0,
-    *,
-    alpha: float = 0.05,
-    power: float = 0.8,
+    differences: np.ndarray, margin: float, reach: float = 1.0, *, alpha: float = 0.05, power: float = 0.8
 ) -> Paired:
     """Return what f64[n] differences show about a loss of ``margin`` (at least 0).
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from contract.errors import InvalidArgument
 
 
-def check_pair(setting: str, cert: Path | None, key: Path | None) -> None:
+def check_pair(setting: str, cert: str | Path | None, key: str | Path | None) -> None:
     """Raises InvalidArgument for a certificate, if there is one, that cannot be served with a key."""
     if cert is None:
         return
@@ -20,7 +20,7 @@ def check_pair(setting: str, cert: Path | None, key: Path | None) -> None:
         raise InvalidArgument(setting, problem) from exc
 
 
-def check_authority(setting: str, path: Path | None) -> None:
+def check_authority(setting: str, path: str | Path | None) -> None:
     """Raises InvalidArgument for a file, if there is one, that has no certificate to trust."""
     if path is None:
         return

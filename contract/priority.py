@@ -12,9 +12,7 @@ HIGHEST = 1.0
 
 
 def read(parameters: Mapping[str, object]) -> float:
-    """Return the priority of a request, NORMAL if its parameters have none.
-    Raises InvalidArgument: the parameter is not a number from 0 to 1.
-    """
+    """Return the priority of a request, NORMAL without one. Raises InvalidArgument: it is no number from 0 to 1."""
     given = parameters.get(PARAMETER, NORMAL)
     try:
         priority = float(given)  # type: ignore[arg-type]

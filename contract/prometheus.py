@@ -13,10 +13,7 @@ _ESCAPE = re.compile(r"\\(.)")
 
 @dataclass(frozen=True)
 class Metrics:
-    """The samples of one scrape.
-
-    samples: by metric name, in the order of the text, (labels, value).
-    """
+    """The samples of one scrape: by metric name, in the order of the text, (labels, value)."""
 
     samples: Mapping[str, list[tuple[dict[str, str], float]]] = field(default_factory=dict)
 
@@ -42,11 +39,7 @@ class Metrics:
 
 
 def parse(text: str, prefixes: tuple[str, ...] = ("",)) -> Metrics:
-    """Parse a metrics scrape.
-
-    prefixes: only metrics whose name begins with one of them; skipped lines cost next to nothing.
-    Raises ValueError for a line that is not a sample.
-    """
+    """Parse a scrape, or what of it begins with ``prefixes``; the rest costs little. Raises ValueError: no sample."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for line in text.split("\n"):  # a label may hold other line ends
         if not line.startswith(prefixes) or not line.strip() or line.startswith("#"):

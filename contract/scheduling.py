@@ -44,10 +44,7 @@ def drafts_beside(most: int, others: int) -> int:
 
 
 def drafts_gain(speedup: float, drafted: int) -> bool:
-    """Return whether to draft for a sequence beside so many that are drafted for, which would be read again without.
-
-    speedup: tokens per second of all of them with drafts, over those without.
-    """
+    """Return whether to draft beside ``drafted``. speedup: tokens per second of all with drafts, over those without."""
     return speedup >= (1.0 if drafted else LEAST_SPEEDUP)
 
 

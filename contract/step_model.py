@@ -246,10 +246,7 @@ class StepModel:
         return sum(self.seconds(sequences, sequences * context_tokens, part) for part in chunks)
 
     def prefill_weight(self, sequences: float, context_tokens: float) -> float:
-        """Return the work of a prompt token in tokens of decoding: its part of a step over that of a sequence.
-
-        context_tokens: of each of ``sequences`` that decode.
-        """
+        """Return the work of a prompt token in tokens of decoding, beside sequences with ``context_tokens`` each."""
         return self.prefill_token_s * self.decode_tokens_per_s(sequences, context_tokens)
 
     def operating_point(
@@ -266,9 +263,8 @@ class StepModel:
 
     def save(self, folder: Path) -> Path:
         """Write step_model.json of an engine's folder atomically; return its path."""
-        path, partial = folder / FILE_NAME, folder / f"{FILE_NAME}.partial"
-        partial.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        path = folder / FILE_NAME
+        manifest.write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
         return path
 
     def to_json(self) -> dict[str, Any]:
@@ -312,9 +308,8 @@ def load(path: Path) -> StepModel:
 def of_engine(folder: Path) -> StepModel:
     """Return the step model of an engine on this machine.
 
-    Raises:
-        NotFound: it was not calibrated, or before it was built anew, or on another kind of machine.
-        EngineFailed: the file is damaged.
+    Raises NotFound: it was not calibrated, or before it was built anew, or on another kind of machine.
+    Raises EngineFailed: the file is damaged.
     """
     model = load(folder / FILE_NAME)
     again = f"`python -m benchmarks calibrate --engine {folder.name}` measures it again"

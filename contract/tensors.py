@@ -12,12 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a model's signature.
-
-    datatype: KServe's name (BYTES for text).
-    dims: without the batch dimension, -1 for any size.
-    ours: not part of TensorRT-LLM's contract.
-    """
+    """One tensor. datatype: KServe's. dims: without the batch's, -1 for any size. ours: not TensorRT-LLM's."""
 
     name: str
     datatype: str
@@ -30,35 +25,19 @@ def _t(name: str, datatype: str, *dims: int, optional: bool = True, ours: bool =
     return Tensor(name, datatype, dims or (1,), optional, ours)
 
 
-ENSEMBLE_INPUTS = (
-    _t("text_input", "BYTES"),  # the prompt; exactly one of text_input, messages and input_ids
-    _t("messages", "BYTES", ours=True),  # JSON list of {"role", "content"}; the model's chat template is applied
-    _t("tools", "BYTES", ours=True),  # JSON list of functions as OpenAI describes them; for messages only
-    _t("chat_template_kwargs", "BYTES", ours=True),  # JSON object of variables of the chat template
-    _t("input_ids", "INT32", -1, ours=True),  # the prompt as token ids; no special tokens are added
-    _t("truncate_prompt_tokens", "INT32", ours=True),  # keep the prompt's last so many tokens; -1: as many as fit
-    _t("continue_ids", "INT32", -1, ours=True),  # ids that were generated already; the output goes on behind them
-    _t("max_tokens", "INT32"),
+# Of both: what the tokenizer passes on to the engine.
+_PASSED_ON = (
     _t("num_return_sequences", "INT32"),
-    _t("bad_words", "BYTES", -1),
-    _t("stop_words", "BYTES", -1),  # matched on text, across token borders
-    _t("stop_token_ids", "INT32", -1, ours=True),
     _t("exclude_input_in_output", "BOOL"),  # true unless sent, so that stream=false and stream=true agree
-    _t("end_id", "INT32"),
+    _t("end_id", "INT32"),  # -1: no end token
     _t("pad_id", "INT32"),
-    _t("ignore_eos", "BOOL", ours=True),
-    _t("top_k", "INT32"),
-    _t("top_p", "FP32"),
-    _t("min_p", "FP32", ours=True),
     _t("temperature", "FP32"),
-    _t("length_penalty", "FP32"),
+    _t("min_p", "FP32", ours=True),
     _t("repetition_penalty", "FP32"),
     _t("min_tokens", "INT32"),
-    _t("min_length", "INT32", ours=True),  # the older name of min_tokens
     _t("presence_penalty", "FP32"),
     _t("frequency_penalty", "FP32"),
     _t("seed", "UINT64"),
-    _t("random_seed", "UINT64", ours=True),  # the older name of seed
     _t("return_log_probs", "BOOL"),
     _t("num_top_log_probs", "INT32", ours=True),  # 0 to 20 likeliest ids per position
     _t("return_prompt_log_probs", "BOOL", ours=True),  # an echoed prompt's ids have log probabilities too
@@ -68,15 +47,36 @@ ENSEMBLE_INPUTS = (
     _t("return_num_input_tokens", "BOOL"),
     _t("return_num_output_tokens", "BOOL"),
     _t("beam_width", "INT32"),
+    _t("lora_task_id", "UINT64"),  # number of an adapter of the engine, from 1; 0 for none
+    _t("guided_decoding_guide_type", "BYTES"),
+    _t("guided_decoding_guide", "BYTES"),
+)
+
+ENSEMBLE_INPUTS = (
+    _t("text_input", "BYTES"),  # the prompt; exactly one of text_input, messages and input_ids
+    _t("messages", "BYTES", ours=True),  # JSON list of {"role", "content"}; the model's chat template is applied
+    _t("tools", "BYTES", ours=True),  # JSON list of functions as OpenAI describes them; for messages only
+    _t("chat_template_kwargs", "BYTES", ours=True),  # JSON object of variables of the chat template
+    _t("input_ids", "INT32", -1, ours=True),  # the prompt as token ids; no special tokens are added
+    _t("truncate_prompt_tokens", "INT32", ours=True),  # keep the prompt's last so many tokens; -1: as many as fit
+    _t("continue_ids", "INT32", -1, ours=True),  # ids that were generated already; the output goes on behind them
+    _t("max_tokens", "INT32"),
+    _t("bad_words", "BYTES", -1),
+    _t("stop_words", "BYTES", -1),  # matched on text, across token borders
+    _t("stop_token_ids", "INT32", -1, ours=True),
+    _t("ignore_eos", "BOOL", ours=True),
+    _t("top_k", "INT32"),
+    _t("top_p", "FP32"),
+    _t("length_penalty", "FP32"),
+    _t("min_length", "INT32", ours=True),  # the older name of min_tokens
+    _t("random_seed", "UINT64", ours=True),  # the older name of seed
     _t("stream", "BOOL"),
     _t("skip_special_tokens", "BOOL", ours=True),
     _t("include_stop_in_output", "BOOL", ours=True),
     _t("embedding_bias_words", "BYTES", -1),
     _t("embedding_bias_weights", "FP32", -1),
-    _t("lora_task_id", "UINT64"),  # number of an adapter of the engine, from 1; 0 for none
-    _t("lora_name", "BYTES", ours=True),  # its name, in place of lora_task_id
-    _t("guided_decoding_guide_type", "BYTES"),
-    _t("guided_decoding_guide", "BYTES"),
+    _t("lora_name", "BYTES", ours=True),  # an adapter's name, in place of lora_task_id
+    *_PASSED_ON,
 )
 
 ENSEMBLE_OUTPUTS = (
@@ -104,39 +104,17 @@ ENGINE_INPUTS = (
     _t("input_lengths", "INT32", optional=False),
     _t("num_continued_tokens", "INT32", ours=True),  # the last so many of input_ids were generated already
     _t("request_output_len", "INT32", optional=False),
-    _t("num_return_sequences", "INT32"),
-    _t("end_id", "INT32"),  # -1: no end token
-    _t("pad_id", "INT32"),
     _t("stop_words_list", "INT32", 2, -1),  # row 0 ids, row 1 inclusive end offsets padded with -1
     _t("bad_words_list", "INT32", 2, -1),
     _t("embedding_bias", "FP32", -1),
-    _t("beam_width", "INT32"),
-    _t("temperature", "FP32"),
     _t("runtime_top_k", "INT32"),
     _t("runtime_top_p", "FP32"),
-    _t("min_p", "FP32", ours=True),
     _t("len_penalty", "FP32"),
-    _t("repetition_penalty", "FP32"),
-    _t("min_tokens", "INT32"),
-    _t("presence_penalty", "FP32"),
-    _t("frequency_penalty", "FP32"),
-    _t("seed", "UINT64"),
-    _t("return_log_probs", "BOOL"),
-    _t("num_top_log_probs", "INT32", ours=True),
-    _t("return_prompt_log_probs", "BOOL", ours=True),
-    _t("return_context_logits", "BOOL"),
-    _t("return_generation_logits", "BOOL"),
-    _t("return_perf_metrics", "BOOL"),
-    _t("return_num_input_tokens", "BOOL"),
-    _t("return_num_output_tokens", "BOOL"),
-    _t("exclude_input_in_output", "BOOL"),
     _t("stop", "BOOL"),
     _t("streaming", "BOOL"),
-    _t("lora_task_id", "UINT64"),
-    _t("guided_decoding_guide_type", "BYTES"),
-    _t("guided_decoding_guide", "BYTES"),
     _t("stream_options", "BYTES", ours=True),  # opaque to the engine; returned with the first response
     _t("tokenizer_time_ns", "INT64", 2, ours=True),  # CLOCK_MONOTONIC: request arrived, ids ready
+    *_PASSED_ON,
 )
 
 ENGINE_OUTPUTS = (

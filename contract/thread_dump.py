@@ -9,8 +9,6 @@ import signal
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR1
-# Of /proc/PID/status: the signals that the process has a handler for, as bits from 1 on.
-_HANDLED = "SigCgt:"
 
 
 def write_on_signal() -> None:
@@ -30,8 +28,10 @@ def request(pid: int) -> bool:
     that is to be ended.
     """
     with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        if int(status.partition(_HANDLED)[2].split()[0], 16) >> (SIGNAL - 1) & 1:
+        handled = (
+            Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        )  # signals, as bits from 1 on
+        if int(handled, 16) >> (SIGNAL - 1) & 1:
             os.kill(pid, SIGNAL)
             return True
     return False

@@ -19,25 +19,20 @@ _LONGEST_GAP_S = 1.5
 
 
 class Watchdog:
-    """Follows one process."""
+    """Follows one process.
+
+    stall_s: seconds without progress and without CPU use that make the process hung.
+    limit_s: seconds without progress that make it hung, with CPU use.
+    unused_s: seconds without progress and without CPU use, up to the last check.
+    """
 
     def __init__(self, stall_s: float = STALL_S, limit_s: float = LIMIT_S) -> None:
-        """
-        stall_s: seconds without progress and without CPU use that make the process hung.
-        limit_s: seconds without progress that make it hung, with CPU use.
-        """
-        self._stall_s = stall_s
-        self._limit_s = limit_s
+        self._stall_s, self._limit_s = stall_s, limit_s
+        self.unused_s = 0.0
         self._progress: object = None
         self._cpu_s: float | None = None
         self._silent_s = 0.0
-        self._unused_s = 0.0
         self._checked_s: float | None = None
-
-    @property
-    def unused_s(self) -> float:
-        """Seconds without progress and without CPU use, up to the last check."""
-        return self._unused_s
 
     def check(self, progress: object, working: bool, cpu_s: float | None, now_s: float) -> str:
         """Return why the process counts as hung, or "". Call it at least once a second.
@@ -51,14 +46,14 @@ class Watchdog:
         self._checked_s = now_s
         if not working or progress != self._progress:
             self._progress, self._cpu_s = progress, cpu_s
-            self._silent_s = self._unused_s = 0.0
+            self._silent_s = self.unused_s = 0.0
             return ""
         self._silent_s += elapsed_s
-        self._unused_s += elapsed_s
+        self.unused_s += elapsed_s
         if cpu_s is not None and (self._cpu_s is None or cpu_s - self._cpu_s >= _BUSY_S):
-            self._cpu_s, self._unused_s = cpu_s, 0.0
-        if self._unused_s >= self._stall_s:
-            return f"no progress and no CPU use for {self._unused_s:.0f} s"
+            self._cpu_s, self.unused_s = cpu_s, 0.0
+        if self.unused_s >= self._stall_s:
+            return f"no progress and no CPU use for {self.unused_s:.0f} s"
         if self._silent_s >= self._limit_s:
             return f"no progress for {self._silent_s:.0f} s although it uses CPU"
         return ""

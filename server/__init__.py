@@ -3,19 +3,18 @@
 ``python -m server`` is the command line; :func:`server.running` starts a server from Python.
 
 supervisor: runs a server by what recovery decides.
-    checks before the start: settings, preflight (machine, memory_footprint), installation, repository, ports
-    instance: one run of tritonserver (triton_command, process, reaper, shared_memory, shell_paths, admin)
+    checks before the start: settings, preflight (machine), installation, repository, ports
+    instance: one run of tritonserver (triton_command, process, reaper, shared_memory, admin)
     watching it: liveness_probe, server_metrics, hang_detection, stubs
     several engines: server_chain
     gateways that route to it: registration
     end: drain, child_command
-    output: ready_message, progress, status, triton_log
+    output: console, status, triton_log
 """
 
-from contract import grpc_environment, interpreter
+from contract import interpreter
 
-interpreter.require("grpc", "server")
-grpc_environment.for_library()
+interpreter.require("server")
 
 from server.replica import Replica, running  # noqa: E402 - needs the package checked above
 

@@ -33,24 +33,19 @@ def main(argv: Sequence[str]) -> int:
             return _show_status(arguments.json)
         if command and shutil.which(command[0]) is None:
             raise NotFound(f"command: must be on PATH, got {command[0]!r}")
-        overrides = {name: getattr(arguments, name) for name in ("engine", "host", *PORT_FIELDS)}
+        overrides = {name: getattr(arguments, name) for name in ("host", *PORT_FIELDS)}
         if arguments.free_ports:
             overrides |= dict(zip(PORT_FIELDS, ports.free(3), strict=True))
-        engines = (arguments.engine or os.environ.get("TRIDENT_ENGINE", "")).split(",")
-        if len(engines) > 1:
-            overrides["engine"] = engines[0]
-        settings = Settings.from_environment(os.environ, **overrides)
-        if len(engines) > 1:
-            servers = server_chain.settings_of(engines, settings, arguments.free_ports)
-            command = server_chain.command_of(servers, command)
+        engines = arguments.engine.split(",")
+        settings = Settings.from_environment(os.environ, **{**overrides, "engine": engines[0]})
+        servers = server_chain.settings_of(engines, settings, arguments.free_ports)
+        # The server before has told it that its engine is an encoder.
+        if len(servers) > 1 or (server_chain.is_encoder(settings) and server_chain.ENCODERS not in os.environ):
             os.environ.update(server_chain.gateway_environment(servers))
+        if len(servers) > 1:
             there = ", ".join(f"{one.engine} at {one.grpc_url} (gRPC)" for one in servers)
             print(f"trident: starting {there}", file=sys.stderr)
-        elif (
-            server_chain.is_encoder(settings) and server_chain.ENCODERS not in os.environ
-        ):  # else the server before has told it
-            os.environ.update(server_chain.gateway_environment([settings]))
-        return asyncio.run(Supervisor(settings).run(command))
+        return asyncio.run(Supervisor(settings).run(server_chain.command_of(servers, command)))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine",
         metavar="NAME",
+        default=os.environ.get("TRIDENT_ENGINE") or Settings.model_fields["engine"].default,
         help="folder under engines/, or several, joined by commas (TRIDENT_ENGINE, default demo)",
     )
     parser.add_argument("--host", metavar="IPV4", help="address to listen on (TRIDENT_HOST, default 127.0.0.1)")

@@ -16,19 +16,13 @@ from server.triton_command import ADMIN_HEADER
 
 @dataclass(frozen=True)
 class AdminClient:
-    """Loads and unloads models, and reads their states.
+    """Loads and unloads models, and reads their states. key: unlocks the management API.
 
-    key: unlocks the management API.
-    timeout_s: of a request, unless the method has its own.
-
-    Raises of every method but ``is_ready``:
-        Unavailable: the server does not answer.
-        EngineFailed: it answers with an error.
+    All methods but ``is_ready`` raise Unavailable: the server does not answer; EngineFailed: it answers with an error.
     """
 
     http_url: str
     key: str
-    timeout_s: float = 5.0
 
     async def is_ready(self) -> bool:
         """Return whether /v2/health/ready answers with 200."""
@@ -52,26 +46,18 @@ class AdminClient:
     async def fail_readiness(self, model: str) -> None:
         """Make /v2/health/ready and ServerReady false until the server ends; loaded models keep serving.
 
-        Triton is not ready while a requested model has failed to load.
-
-        model: name of a model made for this call, whose backend does not exist.
+        Triton is not ready while a requested model has failed to load: ``model``, whose backend does not exist.
         """
-        empty = {"data_type": "TYPE_INT32", "dims": [1]}
-        config = {
-            "name": model,
-            "backend": "none",
-            "input": [empty | {"name": "in"}],
-            "output": [empty | {"name": "out"}],
-        }
+        one = {"data_type": "TYPE_INT32", "dims": [1]}
+        config = {"name": model, "backend": "none", "input": [one | {"name": "in"}], "output": [one | {"name": "out"}]}
         files = {"config": json.dumps(config), "file:1/none": base64.b64encode(b"none").decode()}
         body = json.dumps({"parameters": files}).encode()
         with contextlib.suppress(EngineFailed):  # the load fails, as intended
             await self._call("POST", f"/v2/repository/models/{model}/load", body=body)
 
-    async def _call(self, method: str, path: str, timeout_s: float | None = None, body: bytes | None = None) -> bytes:
-        return await asyncio.to_thread(
-            fetch, self.http_url + path, method, {ADMIN_HEADER: self.key}, timeout_s or self.timeout_s, body
-        )
+    async def _call(self, method: str, path: str, timeout_s: float = 5.0, body: bytes | None = None) -> bytes:
+        headers = {ADMIN_HEADER: self.key}
+        return await asyncio.to_thread(fetch, self.http_url + path, method, headers, timeout_s, body)
 
 
 def fetch(
@@ -81,14 +67,9 @@ def fetch(
     timeout_s: float = 5.0,
     body: bytes | None = None,
 ) -> bytes:
-    """Send an HTTP request and return the body of a 200 response.
-    Raises Unavailable: no response.
-    Raises EngineFailed, or the TridentError that the body contains: another status.
-    """
+    """Return the body of a 200 response. Raises Unavailable: none; EngineFailed or the body's error: another status."""
     parts = urlsplit(url)
-    if parts.hostname is None:
-        raise Unavailable(f"{method} {url}: the URL has no host")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     try:
         connection.request(method, parts.path, body, headers or {})
         response = connection.getresponse()

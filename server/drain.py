@@ -12,18 +12,15 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from enum import Enum
-from pathlib import Path
 
 from contract.errors import TridentError
-from server.admin import AdminClient
-from server.server_metrics import IdleDetector, ServerMetrics
-
-Scrape = Callable[[], Awaitable[ServerMetrics]]
+from server.instance import ServerInstance
+from server.server_metrics import IdleDetector
 
 POLL_INTERVAL_S = 0.05
 IDLE_S = 0.25
+ABORT_S = 3.0  # that the engine may take to end the remaining streams
 ABORT_INTERVAL_S = 0.2
 NOT_READY = "draining"  # name of the model that fails to load
 
@@ -36,51 +33,32 @@ class DrainResult(Enum):
     CUT_OFF = "some streams did not end and are cut off"
 
 
-async def drain(
-    admin: AdminClient,
-    scrape: Scrape,
-    control_socket: str,
-    drain_file: Path,
-    drain_s: float,
-    abort_s: float,
-    reason: str,
-    model: str,
-) -> DrainResult:
-    """Drain the server within about ``drain_s + abort_s`` seconds.
-
-    scrape: returns the server's metrics.
-    control_socket: name of the engine's control socket.
-    drain_file: created here; the tokenizers refuse requests while it exists.
-    drain_s: seconds that streams may go on.
-    abort_s: seconds that the engine may take to end the remaining streams.
-    reason: error text of the streams that are aborted.
-    model: that clients call.
-    """
+async def drain(server: ServerInstance, drain_s: float, reason: str) -> DrainResult:
+    """Drain within about ``drain_s + ABORT_S`` seconds. reason: error text of the streams that are then aborted."""
     try:
-        await _refuse_new_requests(admin, scrape, drain_file, model)
+        await _refuse_new_requests(server)
     except TridentError:
         return DrainResult.CUT_OFF
     idle = IdleDetector(IDLE_S)
-    if await _is_idle_within(drain_s, admin, scrape, idle, model):
+    if await _is_idle_within(drain_s, server, idle):
         return DrainResult.COMPLETED
-    aborts = asyncio.create_task(keep_aborting(control_socket, reason))
+    aborts = asyncio.create_task(keep_aborting(server.control_socket, reason))
     try:
-        aborted = await _is_idle_within(abort_s, admin, scrape, idle, model)
-        return DrainResult.ABORTED if aborted else DrainResult.CUT_OFF
+        return DrainResult.ABORTED if await _is_idle_within(ABORT_S, server, idle) else DrainResult.CUT_OFF
     finally:
         aborts.cancel()
 
 
-async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: Path, model: str) -> None:
+async def _refuse_new_requests(server: ServerInstance) -> None:
     """Raises TridentError if the server does not answer."""
-    await admin.fail_readiness(NOT_READY)
+    await server.admin.fail_readiness(NOT_READY)
     try:
-        await asyncio.to_thread(drain_file.touch)
-        has_gauges = (await scrape()).in_engine is not None
+        await asyncio.to_thread(server.drain_file.touch)
+        has_gauges = (await server.metrics()).in_engine is not None
     except OSError:  # full disk
         has_gauges = False
     if not has_gauges:  # only the state of the unloaded ensemble then shows when the server is idle
-        await admin.unload(model)
+        await server.admin.unload(server.model)
 
 
 async def keep_aborting(control_socket: str, reason: str) -> None:
@@ -93,17 +71,16 @@ async def keep_aborting(control_socket: str, reason: str) -> None:
             await asyncio.sleep(ABORT_INTERVAL_S)
 
 
-async def _is_idle_within(limit_s: float, admin: AdminClient, scrape: Scrape, idle: IdleDetector, model: str) -> bool:
+async def _is_idle_within(limit_s: float, server: ServerInstance, idle: IdleDetector) -> bool:
+    async def wait_until_idle() -> None:
+        # An unloaded ensemble is idle for certain, but an open gRPC stream, however idle, keeps it from unloading.
+        while (await server.admin.states()).get(server.model) != "UNAVAILABLE":
+            if idle.is_idle(await server.metrics(), time.monotonic()):
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+
     try:
-        await asyncio.wait_for(_wait_until_idle(admin, scrape, idle, model), limit_s)
+        await asyncio.wait_for(wait_until_idle(), limit_s)
     except (asyncio.TimeoutError, TridentError):
         return False
     return True
-
-
-async def _wait_until_idle(admin: AdminClient, scrape: Scrape, idle: IdleDetector, model: str) -> None:
-    # An unloaded ensemble is idle for certain, but an open gRPC stream, however idle, keeps it from unloading.
-    while (await admin.states()).get(model) != "UNAVAILABLE":
-        if idle.is_idle(await scrape(), time.monotonic()):
-            return
-        await asyncio.sleep(POLL_INTERVAL_S)

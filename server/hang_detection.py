@@ -1,13 +1,13 @@
 """Detects stubs and a tritonserver that exist but do not run: stopped, deadlocked, or waiting for ever.
 
-Stubs send a heartbeat every second (python_backends/heartbeat.py); tritonserver is polled over HTTP.
-contract/watchdog.py decides when missing progress is a hang. The engine's stub watches the engine's worker and reports
-a hang here.
+Stubs send a heartbeat every second (python_backends/heartbeat.py); tritonserver is polled over HTTP. The engine's stub
+watches the engine's worker and reports a hang here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -29,13 +29,7 @@ CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 @dataclass
 class _StubProgress:
-    """State of one stub.
-
-    heartbeats, calls: watchdogs of whether heartbeats arrive and whether calls of the model end.
-    received: heartbeats so far.
-    calls_ended: calls of the model so far, by its last heartbeat.
-    in_call: whether a call was under way at its last heartbeat.
-    """
+    """One stub: watchdogs of its heartbeats and of its calls; heartbeats received, calls ended, whether in one."""
 
     heartbeats: Watchdog
     calls: Watchdog
@@ -60,7 +54,6 @@ class HeartbeatListener:
         self._limit_s = limit_s
         self._on_engine_hung = on_engine_hung
         self._progress: dict[int, _StubProgress] = {}
-        self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setblocking(False)
@@ -69,7 +62,7 @@ class HeartbeatListener:
         except OSError:
             self._socket.close()
             raise
-        self._loop.add_reader(self._socket, self._receive)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
 
     @property
     def received(self) -> dict[int, int]:
@@ -78,7 +71,7 @@ class HeartbeatListener:
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
 
     def hung(self, running: Iterable[Stub]) -> list[tuple[Stub, str]]:
@@ -86,9 +79,8 @@ class HeartbeatListener:
         stubs = {stub.pid: stub for stub in running}
         self._progress = {pid: progress for pid, progress in self._progress.items() if pid in stubs}
         hung = []
-        now_s = time.monotonic()
         for pid, progress in self._progress.items():
-            used_s = cpu_s(pid)
+            used_s, now_s = cpu_s(pid), time.monotonic()
             silent = progress.heartbeats.check(progress.received, True, used_s, now_s)
             stuck = progress.calls.check(progress.calls_ended, progress.in_call, used_s, now_s)
             if silent or stuck:
@@ -107,9 +99,6 @@ class HeartbeatListener:
                     if uid in (0, os.getuid()):  # any local user may send to an abstract socket
                         self._handle(pid, text.decode(errors="replace"))
 
-    def _watchdog(self) -> Watchdog:
-        return Watchdog(self._stall_s, self._limit_s)
-
     def _handle(self, pid: int, message: str) -> None:
         kind, _, rest = message.partition(" ")
         if kind == "engine_hung":
@@ -119,18 +108,15 @@ class HeartbeatListener:
         elif kind == "beat":
             calls, _, in_call = rest.partition(" ")
             if pid not in self._progress:
-                self._progress[pid] = _StubProgress(self._watchdog(), self._watchdog())
+                heartbeats, calls_end = (Watchdog(self._stall_s, self._limit_s) for _ in range(2))
+                self._progress[pid] = _StubProgress(heartbeats, calls_end)
             progress = self._progress[pid]
             progress.received += 1
             progress.calls_ended, progress.in_call = int(calls), in_call == "1"
 
 
 class HttpWatch:
-    """Watches whether a tritonserver answers ``/v2/health/live``.
-
-    pid: of tritonserver.
-    stall_s, limit_s: see contract.watchdog.
-    """
+    """Watches whether the tritonserver ``pid`` answers ``/v2/health/live``. stall_s, limit_s: see contract.watchdog."""
 
     def __init__(self, http_url: str, pid: int, stall_s: float, limit_s: float) -> None:
         self._url = f"{http_url}/v2/health/live"
@@ -146,11 +132,9 @@ class HttpWatch:
     async def poll(self) -> None:
         """Send requests until cancelled."""
         while True:
-            try:
+            with contextlib.suppress(TridentError):  # problem() measures for how long responses are missing
                 await asyncio.to_thread(fetch, self._url, timeout_s=2.0)
                 self._responses += 1
-            except TridentError:
-                pass  # one missing response is no hang; problem() measures for how long they are missing
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def problem(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
+import platform
 import re
 import sys
 import sysconfig
@@ -27,10 +28,7 @@ STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """Files of a tritonserver that can run here.
-
-    libraries: folder of libpython, or "" if the dynamic loader finds it.
-    """
+    """Files of a tritonserver that can run here. libraries: folder of libpython, "" if the loader finds it."""
 
     tritonserver: Path
     backend_files: Path
@@ -69,19 +67,14 @@ def find(folder: Path | None = None) -> Installation:
 def _in_image(root: Path) -> Installation:
     backend = root / "backends" / "python"
     found = Installation(root / "bin" / "tritonserver", backend, backend / STUB, root / "caches", "")
-    for path in (found.backend_files, found.stub):
-        if not path.exists():
-            raise Unavailable(
-                f"{root} is incomplete: {path} is missing, and tokenizer and detokenizer are Python models"
-            )
-    here, embedded = f"{sys.version_info.major}.{sys.version_info.minor}", embedded_python(found.stub)
+    _check_files(found, str(root), "tokenizer and detokenizer are Python models")
+    here, embedded = _this_python(), embedded_python(found.stub)
     if embedded is not None and embedded != here:
         raise Unavailable(
             f"the server in {root} runs Python {embedded} models, and this is Python {here}: make the environment with "
             f"`make setup PYTHON=python{embedded}`"
         )
-    if package("numpy") is None:
-        raise Unavailable(f"numpy is not installed for {sys.executable}: `make setup` installs it")
+    check_numpy(package("numpy"), newest=None)
     return found
 
 
@@ -94,13 +87,13 @@ def embedded_python(stub: Path) -> str | None:
 def _in_wheel() -> Installation:
     if problem := python_version.problem(sys.version_info[:2]):
         raise Unavailable(problem)
-    check_glibc(_glibc())
+    check_glibc(*platform.libc_ver())
     check_numpy(package("numpy"))
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise Unavailable(f"tritonserver is not installed for {sys.executable}: `make setup` installs nvidia-pytriton")
     wheel = Path(spec.submodule_search_locations[0]) / "tritonserver"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = _this_python()
     found = Installation(
         tritonserver=wheel / "bin" / "tritonserver",
         backend_files=wheel / "backends" / "python",
@@ -108,30 +101,32 @@ def _in_wheel() -> Installation:
         caches=wheel / "caches",
         libraries=find_libpython(version),
     )
-    for path in (found.tritonserver, found.backend_files, found.stub):
-        if not path.exists():
-            raise Unavailable(
-                f"the nvidia-pytriton wheel is incomplete: {path} is missing; `make setup` installs it again"
-            )
+    _check_files(found, "the nvidia-pytriton wheel", "`make setup` installs it again")
     return found
 
 
-def check_glibc(version: tuple[int, int] | None) -> None:
-    """version: None if the C library is not glibc."""
-    if version is None:
-        raise Unavailable("tritonserver needs glibc 2.35 or newer; this system has another C library")
-    if version < GLIBC:
-        raise Unavailable(
-            "tritonserver needs glibc 2.35 or newer (Debian 12, Ubuntu 22.04); "
-            f"this system has {version[0]}.{version[1]}"
-        )
+def _this_python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def check_numpy(version: str | None) -> None:
-    """version: None if numpy is not installed."""
+def _check_files(found: Installation, where: str, why: str) -> None:
+    for path in (found.tritonserver, found.backend_files, found.stub):
+        if not path.exists():
+            raise Unavailable(f"{where} is incomplete: {path} is missing; {why}")
+
+
+def check_glibc(library: str, version: str) -> None:
+    """library, version: as ``platform.libc_ver`` returns them."""
+    if library != "glibc" or tuple(map(int, version.split(".")[:2])) < GLIBC:
+        here = version if library == "glibc" else "another C library"
+        raise Unavailable(f"tritonserver needs glibc 2.35 or newer (Debian 12, Ubuntu 22.04); this system has {here}")
+
+
+def check_numpy(version: str | None, newest: int | None = 1) -> None:
+    """version: None if numpy is not installed. newest: major version, None for any."""
     if version is None:
         raise Unavailable(f"numpy is not installed for {sys.executable}: `make setup` installs it")
-    if int(version.split(".")[0]) >= 2:
+    if newest is not None and int(version.split(".")[0]) > newest:
         raise Unavailable(
             f"numpy {version} corrupts tensors inside Triton's Python backend: install numpy < 2 (`make setup`)"
         )
@@ -149,17 +144,6 @@ def find_libpython(version: str) -> str:
         f"{name} is missing: Triton's Python backend embeds it. Install it (Debian: apt install libpython{version}) "
         "or use a Python built with --enable-shared"
     )
-
-
-def _glibc() -> tuple[int, int] | None:
-    try:
-        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    except ValueError:
-        return None
-    if name != "glibc":
-        return None
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _link(source: Path, link: Path) -> None:

@@ -19,9 +19,9 @@ from server import (
     hang_detection,
     liveness_probe,
     process,
+    recovery,
     server_metrics,
     shared_memory,
-    shell_paths,
     stubs,
     triton_command,
     triton_log,
@@ -30,16 +30,6 @@ from server.admin import AdminClient, fetch
 from server.installation import Installation
 from server.liveness_probe import Outcome
 from server.process import TritonProcess
-from server.recovery import (
-    BecameReady,
-    Event,
-    ProbeFailed,
-    ProbePassed,
-    ServerFailed,
-    StartFailed,
-    StubFailed,
-    describe_exit,
-)
 from server.repository import Model, Pipeline
 from server.server_metrics import ServerMetrics
 from server.settings import Settings
@@ -62,6 +52,9 @@ class ServerInstance:
     """A tritonserver and its stubs.
 
     pid: of tritonserver; 0 before :meth:`start` and after :meth:`stop`.
+    model: that every client can call.
+    control_socket: name of the engine's.
+    drain_file: while it exists, the tokenizers refuse requests.
     """
 
     def __init__(
@@ -71,16 +64,18 @@ class ServerInstance:
         pipeline: Pipeline,
         engine_folder: Path,
         shm_prefix: str,
-        report: Callable[[Event | BaseException], None],
+        report: Callable[[recovery.Event | BaseException], None],
     ) -> None:
         self.admin = AdminClient(settings.http_url, settings.admin_key)
+        self.model, self.drain_file = pipeline.name, settings.drain_file
+        self.control_socket = triton_command.control_socket(shm_prefix)
         self._settings = settings
         self._pipeline = pipeline
         self._report = report
         self._shm_prefix = shm_prefix
         self._log = triton_log.path(settings.state_dir, settings.grpc_port)
-        backends = shell_paths.shell_safe(installation.link_backends(settings.state_dir), "backends", shm_prefix)
-        models = shell_paths.shell_safe(settings.model_repository, "models", shm_prefix)
+        backends = shared_memory.shell_safe(installation.link_backends(settings.state_dir), "backends", shm_prefix)
+        models = shared_memory.shell_safe(settings.model_repository, "models", shm_prefix)
         shm_bytes = shared_memory.region_bytes(sum(m.stubs for m in pipeline.models), shared_memory.free_bytes())
         self._command = triton_command.arguments(
             settings.model_copy(update={"model_repository": models}),
@@ -116,21 +111,16 @@ class ServerInstance:
         return self._ready and self._process is not None and not self._process.exited.done()
 
     async def metrics(self) -> ServerMetrics:
-        """Scrape tritonserver's metrics.
-        Raises TridentError: it does not answer.
-        """
+        """Scrape tritonserver's metrics. Raises TridentError: it does not answer."""
         text = await asyncio.to_thread(fetch, self._settings.metrics_url, timeout_s=self._settings.canary_timeout_s)
         return server_metrics.parse(text.decode(), *self._pipeline.last)
 
-    async def start(self) -> BecameReady | StartFailed:
+    async def start(self) -> recovery.BecameReady | recovery.StartFailed:
         """Start tritonserver; return once a liveness probe passed or the start has failed."""
         log_start = self._log.stat().st_size
         settings = self._settings
         self._heartbeats = hang_detection.HeartbeatListener(
-            triton_command.control_socket(self._shm_prefix),
-            settings.stall_s,
-            settings.step_limit_s,
-            self._on_engine_hung,
+            self.control_socket, settings.stall_s, settings.step_limit_s, self._on_engine_hung
         )
         self._process = TritonProcess.start(self._command, self._environ, self._log, self._shm_prefix)
         self._process.exited.add_done_callback(self._on_exit)
@@ -147,15 +137,13 @@ class ServerInstance:
             for work in (self._keep_probing(), self._detect_hangs(self._heartbeats)):
                 self._tasks.append(asyncio.create_task(work))
                 self._tasks[-1].add_done_callback(self._on_task_end)
-            return BecameReady()
+            return recovery.BecameReady()
         reason = self._failure.result() if self._failure.done() else f"no token in {settings.start_timeout_s:g} s"
         crashed = self._process.exited.done() and self._process.exited.result() > 128
-        return StartFailed(f"{reason}\n{triton_log.errors(self._log, log_start)}".rstrip(), crashed)
+        return recovery.StartFailed(f"{reason}\n{triton_log.errors(self._log, log_start)}".rstrip(), crashed)
 
     async def reload(self, model: str) -> None:
-        """Reload ``model`` after its stub exited or hung; other models keep running.
-        Raises TridentError: the model does not load, or the liveness probe fails afterwards.
-        """
+        """Reload ``model``, whose stub exited or hung, alone. Raises TridentError: it or a probe fails."""
         self._exits.remove([stub for stub in self._exits.watched if stub.model == model])
         self._reported_exited.add(model)  # until it is loaded it has too few
         for stub in stubs.find(self.pid):
@@ -175,10 +163,7 @@ class ServerInstance:
             raise EngineFailed(problem)
 
     async def stop(self, terminate: bool = False) -> None:
-        """Kill tritonserver and its descendants; return once they have exited.
-
-        terminate: send SIGTERM before and let the models of an idle server finalize.
-        """
+        """End tritonserver and its descendants. terminate: by SIGTERM first, so that idle models finalize."""
         for task in self._tasks:
             task.cancel()
         if self._heartbeats is not None:
@@ -203,7 +188,7 @@ class ServerInstance:
         while True:
             if before is None or before.steps is None:  # tritonserver opens its metrics port after it is ready
                 before = await self._metrics_or_none()
-            result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s, self._pipeline.name)
+            result = await liveness_probe.probe(self._settings, self.model)
             if liveness_probe.passes(result, before, await self._metrics_or_none()):
                 return
             if result.outcome is Outcome.FAILED:
@@ -216,12 +201,12 @@ class ServerInstance:
             await asyncio.sleep(pause_s)
             self._watch_stubs()  # a model reloaded by an operator has new stubs
             problem = await self._probe()
-            self._report(ProbeFailed(problem) if problem else ProbePassed())
+            self._report(recovery.ProbeFailed(problem) if problem else recovery.ProbePassed())
             pause_s = min(pause_s, RETRY_PROBE_S) if problem else self._settings.canary_interval_s
 
     async def _probe(self) -> str:
         """Send one liveness probe; return what is wrong with the server, or ""."""
-        result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s, self._pipeline.name)
+        result = await liveness_probe.probe(self._settings, self.model)
         before, self._metrics = self._metrics, await self._metrics_or_none()
         return "" if liveness_probe.passes(result, before, self._metrics) else result.reason
 
@@ -240,7 +225,7 @@ class ServerInstance:
             while True:
                 problem = http.problem()
                 if problem:
-                    self._report(ServerFailed(f"tritonserver hangs ({problem})"))
+                    self._report(recovery.ServerFailed(f"tritonserver hangs ({problem})"))
                     return
                 running = stubs.find(self.pid)
                 for stub, reason in heartbeats.hung(running):
@@ -269,11 +254,11 @@ class ServerInstance:
         self._reported_hung.add(stub.model)
         thread_dump.request(stub.pid)
         problem = f"{stub.model} process hangs ({stub.instance}: {reason})"
-        self._report(StubFailed(stub.model, self._pipeline[stub.model].streams, problem))
+        self._report(recovery.StubFailed(stub.model, self._pipeline[stub.model].streams, problem))
 
     def _on_engine_hung(self, pid: int, reason: str) -> None:
         if self._ready and pid in {stub.pid for stub in self._exits.watched}:
-            self._report(ServerFailed(reason, stream_error=reason))
+            self._report(recovery.ServerFailed(reason, stream_error=reason))
 
     def _check_for_failed_launches(self) -> None:
         """Fail the start if a stub exited before its first message: Triton waits for it and leaves it a zombie."""
@@ -310,13 +295,13 @@ class ServerInstance:
             self._fail_start(problem)
         elif model.name not in self._reported_exited:
             self._reported_exited.add(model.name)
-            self._report(StubFailed(model.name, model.streams, problem))
+            self._report(recovery.StubFailed(model.name, model.streams, problem))
 
     def _on_exit(self, exited: asyncio.Future[int]) -> None:
         self._exits.close()
-        problem = f"tritonserver exited with {describe_exit(exited.result())}"
+        problem = f"tritonserver exited with {recovery.describe_exit(exited.result())}"
         if self._ready:
-            self._report(ServerFailed(problem))
+            self._report(recovery.ServerFailed(problem))
         else:
             self._fail_start(problem)
 

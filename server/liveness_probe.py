@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from typing import Any
 
-import grpc.aio
-
 from clients.wire import encoder_call, infer_request
 from clients.wire.channel import AsyncChannel
 from clients.wire.connection import TLS, Connection
 from clients.wire.encoder_call import Rows
-from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
+from clients.wire.retries import NO_RETRY, RetrySchedule
 from clients.wire.token_stream import SingleRoute, TokenStream
 from contract.errors import DeadlineExceeded, Overloaded, TridentError
 from contract.generation import FinishReason, GenerationRequest
@@ -41,27 +38,28 @@ class ProbeResult:
     reason: str = ""
 
 
-async def probe(settings: Settings, timeout_s: float, model: str = ENSEMBLE) -> ProbeResult:
+async def probe(settings: Settings, model: str = ENSEMBLE) -> ProbeResult:
     """Send one request to ``model`` on a new connection."""
+    timeout_s = settings.canary_timeout_s
     tls = TLS(settings.tls_ca or settings.tls_cert, server_name=settings.tls_name) if settings.tls_cert else None
     channel = AsyncChannel(Connection(settings.grpc_url, tls), shared=False)
-
-    def send(generation: GenerationRequest, remaining_s: float) -> grpc.aio.UnaryStreamCall:
-        return channel.generate(request(generation.request_id), remaining_s, ())
-
     request_id = f"liveness-probe-{next(_request_numbers)}"
     generation = GenerationRequest(PROMPT, max_tokens=1, timeout_s=timeout_s, request_id=request_id)
-    schedule = RetrySchedule(NO_RETRY, RetryBudget(), random.Random())
+    route = SingleRoute(
+        settings.grpc_url, lambda _, remaining_s: channel.generate(request(request_id), remaining_s, ())
+    )
     try:
         if model != ENSEMBLE:  # the score of one pair, which every encoder computes
             await channel.call(encoder_call.call(Rows(texts=(PROMPT,), pairs=(PROMPT,)), request_id), timeout_s)
             return ProbeResult(Outcome.PASSED)
-        answer = await TokenStream(SingleRoute(settings.grpc_url, send), generation, schedule).complete()
+        reason = (await TokenStream(route, generation, RetrySchedule(NO_RETRY)).complete()).finish_reason
     except TridentError as error:
         return result_of_error(error, timeout_s)
     finally:
         await channel.close()
-    return result_of_finish(answer.finish_reason)
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return ProbeResult(Outcome.PASSED)
+    return ProbeResult(Outcome.FAILED, f"stream ended with finish_reason {reason}")
 
 
 def passes(result: ProbeResult, before: ServerMetrics | None, after: ServerMetrics | None) -> bool:
@@ -86,12 +84,6 @@ def result_of_error(error: TridentError, timeout_s: float) -> ProbeResult:
         return ProbeResult(Outcome.TIMED_OUT, f"no token within {timeout_s:g} s")
     outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.FAILED
     return ProbeResult(outcome, f"{type(error).__name__}: {error}")
-
-
-def result_of_finish(finish_reason: FinishReason | None) -> ProbeResult:
-    if finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return ProbeResult(Outcome.PASSED)
-    return ProbeResult(Outcome.FAILED, f"stream ended with finish_reason {finish_reason}")
 
 
 def request(request_id: str) -> bytes:

@@ -13,7 +13,6 @@ import ctypes
 import importlib.metadata
 import io
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,9 +37,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: those that the driver lists.
-    driver, tensorrt, tensorrt_llm, cuda: versions; None if not installed.
-    """
+    """The GPUs that the driver lists, and the versions of what is installed."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -76,13 +73,11 @@ def tensorrt_version(number: int) -> str:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    if shutil.which("nvidia-smi") is None:
-        return (), None
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         table = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return (), None  # nvidia-smi is installed, the driver is not
+        return (), None  # no nvidia-smi, or no driver
     rows = [row for row in csv.reader(io.StringIO(table), skipinitialspace=True) if len(row) == len(QUERY)]
     gpus = tuple(_gpu(row) for row in rows)
     return gpus, rows[0][4] if rows else None

@@ -22,12 +22,7 @@ _reserved: list[tuple[float, int]] = []  # since when, and the descriptor of a s
 
 
 def check(host: str, ports: dict[str, int]) -> None:
-    """Check that every port can be bound.
-
-    ports: by environment variable.
-    Raises Unavailable: a port is in use.
-    Raises InvalidArgument: two ports are equal, or a port cannot be bound.
-    """
+    """Check that ports, by variable, can be bound. Raises Unavailable: one is in use; InvalidArgument: it is wrong."""
     seen: dict[int, str] = {}
     for variable, port in ports.items():
         if port in seen:
@@ -35,13 +30,13 @@ def check(host: str, ports: dict[str, int]) -> None:
         seen[port] = variable
     for variable, port in ports.items():
         try:
-            _bind(host, port).close()
+            socket.create_server((host, port)).close()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise Unavailable(
                     f"port {port} on {host} is in use{_by_process(port)}; stop that or set {variable} to another port"
                 ) from error
-            problem = f"must be a port to listen on, got {host}:{port}: {error.strerror}"
+            problem = f"must be a port to listen on, got {host}:{port}: {os.strerror(error.errno or 0)}"
             raise InvalidArgument(variable, problem) from error
 
 
@@ -75,7 +70,7 @@ def free(count: int, host: str = "127.0.0.1") -> list[int]:
         with contextlib.suppress(OSError):
             # Tritonserver listens seconds later, and exits if another server does so on one of its ports by then.
             _reserved.append((time.monotonic(), _named(f"trident-port-{port}").detach()))
-            _bind(host, port).close()
+            socket.create_server((host, port)).close()
             found.append(port)
     return found
 
@@ -100,25 +95,9 @@ def listener(port: int) -> psutil.Process | None:
 
 
 def _by_process(port: int) -> str:
-    try:
-        found = listener(port)
-        command = shlex.join(found.cmdline()) if found else ""
-    except psutil.Error:  # it exited meanwhile
-        return ""
-    if found is None:
-        return ""
-    shown = command if len(command) <= MAX_COMMAND_CHARS else f"{command[:MAX_COMMAND_CHARS]} …"
-    return f" by process {found.pid} ({shown})"
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Connections of the previous server in TIME_WAIT do not make the port busy.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        bound.listen(1)
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    with contextlib.suppress(psutil.Error):  # it exited meanwhile
+        if found := listener(port):
+            command = shlex.join(found.cmdline())
+            shown = command if len(command) <= MAX_COMMAND_CHARS else f"{command[:MAX_COMMAND_CHARS]} …"
+            return f" by process {found.pid} ({shown})"
+    return ""

@@ -29,13 +29,11 @@ def is_running(pid: int) -> bool:
 
 def zombie_children(parent: int) -> list[int]:
     """Return the pids of the children of ``parent`` that have exited and that it has not waited for."""
-    zombies = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(parent).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.status() == psutil.STATUS_ZOMBIE:
-                    zombies.append(child.pid)
-    return zombies
+    try:
+        children = psutil.Process(parent).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in children if not is_running(child.pid)]
 
 
 def start_ticks(pid: int) -> int | None:
@@ -75,26 +73,18 @@ def on_exit(pid: int, callback: Callable[[], object]) -> Callable[[], None]:
 
 
 class TritonProcess:
-    """One run of tritonserver.
-
-    pid: of tritonserver.
-    exited: resolves to its exit code (128 + n for signal n) once it and all its descendants have exited.
-    """
+    """One run of tritonserver. exited: resolves to its exit code (128 + n: signal n) when no descendant is left."""
 
     def __init__(self, reaper: subprocess.Popen[bytes], pid: int) -> None:
+        assert reaper.stdin is not None and reaper.stdout is not None
         self.pid = pid
-        self._reaper = reaper
+        self._reaper, self._stdin, self._stdout = reaper, reaper.stdin, reaper.stdout
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         on_exit(reaper.pid, self._on_reaper_exit)
 
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str], log: Path, shm_prefix: str) -> TritonProcess:
-        """Start ``command`` in the event loop's thread.
-
-        log: file that its output is appended to.
-        shm_prefix: start of the names of its files in /dev/shm.
-        Raises EngineFailed: the reaper exited before it started the command.
-        """
+        """Start ``command``, whose output is appended to ``log``. Raises EngineFailed: the reaper could not."""
         with log.open("ab") as output:
             reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(REAPER), shm_prefix, *command],
@@ -121,16 +111,15 @@ class TritonProcess:
 
     async def kill(self) -> int:
         """Kill tritonserver and all its descendants; return its exit code once they have exited."""
-        self._close_reaper_stdin()  # makes the reaper kill all descendants, whatever their process group
+        self._stdin.close()  # makes the reaper kill all descendants, whatever their process group
         if not self.exited.done():
             self._reaper.send_signal(signal.SIGCONT)  # it may have been stopped
         return await asyncio.shield(self.exited)
 
     def _on_reaper_exit(self) -> None:
         code = self._reaper.wait()
-        self._close_reaper_stdin()
-        assert self._reaper.stdout is not None
-        self._reaper.stdout.close()
+        self._stdin.close()
+        self._stdout.close()
         if code == -signal.SIGKILL:
             # The reaper itself was killed. tritonserver dies with it; the rest of its process group is killed here.
             with contextlib.suppress(ProcessLookupError):
@@ -138,7 +127,3 @@ class TritonProcess:
             code = 128 + signal.SIGKILL
         if not self.exited.done():
             self.exited.set_result(code)
-
-    def _close_reaper_stdin(self) -> None:
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.close()

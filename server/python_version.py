@@ -19,6 +19,4 @@ def problem(version):
 
 
 if __name__ == "__main__":
-    message = problem(sys.version_info[:2])
-    if message:
-        sys.exit(message)
+    sys.exit(problem(sys.version_info[:2]))

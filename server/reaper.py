@@ -67,10 +67,7 @@ def children() -> list[int]:
 
 
 def remove_environments(folder: str, min_age_s: float) -> None:
-    """Remove empty environment folders in ``folder``.
-
-    min_age_s: age of the oldest running server; a folder at least as old belongs to none of them.
-    """
+    """Remove empty environment folders as old as the oldest running server, ``min_age_s``: they belong to none."""
     for name in os.listdir(folder):
         if name.startswith(ENVIRONMENT):
             with contextlib.suppress(OSError):  # another user's, in use, or gone

@@ -104,11 +104,6 @@ Event = BecameReady | StartFailed | ServerFailed | StubFailed | ProbePassed | Pr
 
 
 @dataclass(frozen=True)
-class NoAction:
-    pass
-
-
-@dataclass(frozen=True)
 class Restart:
     """Kill what is left of the server and start a new one after ``delay_s``.
 
@@ -136,21 +131,20 @@ class Drain:
     pass
 
 
-Action = NoAction | Restart | Reload | GiveUp | Drain
+Action = Restart | Reload | GiveUp | Drain
 
 
-def decide(record: Record, event: Event, now_s: float) -> tuple[Record, Action]:
+def decide(record: Record, event: Event, now_s: float) -> tuple[Record, Action | None]:
     """Return the record after ``event`` and the action to take."""
     if record.state in (State.DRAINING, State.FAILED):
-        return record, NoAction()
+        return record, None
     if isinstance(event, BecameReady):
-        return replace(
-            record, state=State.READY, since_s=now_s, reason="", failed_starts=0, failed_probes=0
-        ), NoAction()
+        ready = replace(record, state=State.READY, since_s=now_s, reason="", failed_starts=0, failed_probes=0)
+        return ready, None
     if isinstance(event, StopRequested):
         return replace(record, state=State.DRAINING, since_s=now_s, reason=event.reason), Drain()
     if isinstance(event, ProbePassed):
-        return replace(record, failed_probes=0), NoAction()
+        return replace(record, failed_probes=0), None
     if isinstance(event, ProbeFailed):
         return _count_failed_probe(record, event, now_s)
     if isinstance(event, StubFailed):
@@ -170,16 +164,16 @@ def backoff_s(failures: int) -> float:
     return 0.0 if failures <= 1 else min(MAX_BACKOFF_S, 0.25 * 2 ** (failures - 1))
 
 
-def _count_failed_probe(record: Record, event: ProbeFailed, now_s: float) -> tuple[Record, Action]:
+def _count_failed_probe(record: Record, event: ProbeFailed, now_s: float) -> tuple[Record, Action | None]:
     if record.state is not State.READY:
-        return record, NoAction()  # a start or reload is under way, which probes by itself
+        return record, None  # a start or reload is under way, which probes by itself
     record = replace(record, failed_probes=record.failed_probes + 1)
     if record.failed_probes < MAX_FAILED_PROBES:
-        return record, NoAction()
+        return record, None
     return _restart(record, f"{MAX_FAILED_PROBES} liveness probes in a row failed ({event.reason})", now_s)
 
 
-def _replace_stub(record: Record, event: StubFailed, now_s: float) -> tuple[Record, Action]:
+def _replace_stub(record: Record, event: StubFailed, now_s: float) -> tuple[Record, Action | None]:
     if event.streams:
         return _restart(record, f"{event.problem}; its streams cannot end in this server", now_s)
     if record.state is not State.READY:
@@ -189,7 +183,7 @@ def _replace_stub(record: Record, event: StubFailed, now_s: float) -> tuple[Reco
     return record, Reload(event.model)
 
 
-def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Record, Action]:
+def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Record, Action | None]:
     failed_starts = record.failed_starts + 1
     permanent = record.state is State.STARTING and not event.crashed
     if permanent or failed_starts >= MAX_FAILED_STARTS:
@@ -202,7 +196,7 @@ def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Reco
     return record, Restart(backoff_s(failed_starts + 1))
 
 
-def _restart(record: Record, problem: str, now_s: float, stream_error: str = "") -> tuple[Record, Action]:
+def _restart(record: Record, problem: str, now_s: float, stream_error: str = "") -> tuple[Record, Action | None]:
     early = record.state is not State.READY or now_s - record.since_s < EARLY_S
     early_failures = record.early_failures + 1 if early else 1
     record = replace(record, since_s=now_s, early_failures=early_failures, failed_probes=0)

@@ -56,15 +56,16 @@ class Registration:
         for gateway in self._gateways:
             self._spawn(self._tell(gateway, "PUT"))
 
-    async def told(self) -> None:
+    async def told(self, method: str = "PUT") -> None:
         """Wait until every gateway has been told the state, at most TIMEOUT_S."""
-        await self._tell_all("PUT")
+        tasks = [asyncio.create_task(self._tell(gateway, method)) for gateway in self._gateways]
+        if tasks:
+            await asyncio.wait(tasks, timeout=TIMEOUT_S)
+        for task in tasks:
+            task.cancel()
 
     async def withdraw(self) -> None:
-        """Tell every gateway that the server drains, so that none sends it a request after this returns.
-
-        Takes at most TIMEOUT_S + NOTICE_S.
-        """
+        """Tell every gateway within TIMEOUT_S + NOTICE_S that the server drains: none sends it requests then."""
         await self.told()
         if self._gateways:
             await asyncio.sleep(NOTICE_S)
@@ -75,23 +76,16 @@ class Registration:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._tell_all("DELETE")
-
-    async def _tell_all(self, method: str) -> None:
-        tasks = [asyncio.create_task(self._tell(gateway, method)) for gateway in self._gateways]
-        if tasks:
-            await asyncio.wait(tasks, timeout=TIMEOUT_S)
-        for task in tasks:
-            task.cancel()
+        await self.told("DELETE")
 
     async def _keep_resolving(self) -> None:
         while True:
+            problem = ""
             try:
                 self._gateways = await self._source.replicas()
             except TridentError as error:
-                self._note("", str(error))
-            else:
-                self._note("", "")
+                problem = str(error)
+            self._note("", problem)
             await asyncio.sleep(BEAT_S)
 
     async def _keep_beating(self) -> None:
@@ -126,15 +120,11 @@ class Registration:
             address = f"{own}:{settings.grpc_port}"
             body = json.dumps(self._body(own, address)).encode() if method == "PUT" else b""
             token = settings.register_token_file.read_text().strip() if settings.register_token_file else ""
-            lines = (
-                f"{method} /admin/replicas/{address} HTTP/1.1",
-                f"host: {gateway}",
-                f"authorization: Bearer {token}",
-                f"content-length: {len(body)}",
-                "content-type: application/json",
-                "connection: close",
+            head = (
+                f"{method} /admin/replicas/{address} HTTP/1.1\r\nhost: {gateway}\r\nauthorization: Bearer {token}\r\n"
+                f"content-length: {len(body)}\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
             )
-            writer.write("\r\n".join((*lines, "", "")).encode() + body)
+            writer.write(head.encode() + body)
             answer = ""
             while len(answer) < MAX_ANSWER_BYTES and (part := await reader.read(MAX_ANSWER_BYTES)):
                 answer += part.decode(errors="replace")
@@ -158,8 +148,7 @@ class Registration:
         }
 
     def _note(self, gateway: str, problem: str) -> None:
-        before = self._problems.get(gateway, "")
-        self._problems[gateway] = problem
+        before, self._problems[gateway] = self._problems.get(gateway, ""), problem
         if problem != before:
             who = f"gateway {gateway}" if gateway else "TRIDENT_REGISTER"
             self._report(f"{who}: {problem or 'accepts the registration'}")

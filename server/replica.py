@@ -31,11 +31,7 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Replica:
-    """A running server.
-
-    process: the supervisor.
-    output: file of what the supervisor prints.
-    """
+    """A running server. process: the supervisor. output: file of what the supervisor prints."""
 
     settings: Settings
     process: subprocess.Popen[bytes]
@@ -61,11 +57,8 @@ class Replica:
 
     @property
     def status(self) -> Status:
-        """Content of the status file.
-        Raises EngineFailed: there is none, because the supervisor has stopped.
-        """
-        found = status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
-        if found is None:
+        """Content of the status file. Raises EngineFailed: there is none, because the supervisor has stopped."""
+        if (found := self._read_status()) is None:
             raise EngineFailed(f"the supervisor {self.pid} has no status file")
         return found
 
@@ -88,7 +81,7 @@ class Replica:
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            found = status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
+            found = self._read_status()
             if found and found.pid == self.pid and found.state == State.READY.value:
                 if found.restarts >= restarts and found.reloads >= reloads:
                     return found
@@ -96,6 +89,9 @@ class Replica:
                 break
             time.sleep(POLL_INTERVAL_S)
         raise EngineFailed(f"the server is not ready:\n{self.output.read_text(errors='replace')}")
+
+    def _read_status(self) -> Status | None:
+        return status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Send SIGTERM, and SIGKILL after ``timeout_s`` beyond the drain; return the exit code."""

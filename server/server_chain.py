@@ -26,9 +26,8 @@ def settings_of(engines: Sequence[str], first: Settings, free_ports: bool) -> li
     first: of the first engine. free_ports: the others listen on free ports, else PORTS_APART behind the one before.
     Raises: InvalidArgument for an engine that is listed twice, or a port beyond the last.
     """
-    for engine in engines:
-        if engines.count(engine) > 1:
-            raise InvalidArgument("TRIDENT_ENGINE", f"must name each engine once, got {engine!r} twice")
+    if twice := [engine for engine in engines if engines.count(engine) > 1]:
+        raise InvalidArgument("TRIDENT_ENGINE", f"must name each engine once, got {twice[0]!r} twice")
     found = [first]
     for number, engine in enumerate(engines[1:], 1):
         behind = [getattr(first, name) + number * PORTS_APART for name in PORT_FIELDS]
@@ -47,19 +46,13 @@ def command_of(servers: Sequence[Settings], command: Sequence[str]) -> list[str]
 
 
 def drain_s_of(command: Sequence[str], drain_s: float) -> float:
-    """Return for how many seconds ``command`` may drain: it and each server in it drain one after the other.
-
-    drain_s: of each.
-    """
+    """Return for how many seconds ``command`` may drain: it and each server in it, ``drain_s`` each, in turn."""
     servers = sum(words == SERVER for words in zip(command, command[1:], command[2:], strict=False))
     return drain_s + servers * (drain_s + STOP_S)
 
 
 def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
-    """Return the variables with which a gateway serves every engine as a model of its name.
-
-    Raises NotFound, EngineFailed for an engine that cannot be read: before the first one is loaded.
-    """
+    """Return how a gateway serves every engine as a model of its name. Raises NotFound, EngineFailed."""
     hosts = {server.engine: f"{server.reachable_host}:{server.grpc_port}" for server in servers}
     scraped = (f"{hosts[one.engine]}=http://{one.reachable_host}:{one.metrics_port}/metrics" for one in servers)
     encoders = [one.engine for one in servers if is_encoder(one)]

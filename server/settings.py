@@ -56,64 +56,50 @@ class Settings(EnvironmentSettings):
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
         Allowed("a folder name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
     ] = Field(
-        default="demo",
+        "demo",
         description="engine to serve: a folder under TRIDENT_ENGINES_DIR; `python -m server` takes several, "
         "joined by commas, and serves each on ports of its own",
     )
     host: Annotated[str, AfterValidator(_ipv4), Allowed("an IPv4 address such as 127.0.0.1")] = Field(
-        default="127.0.0.1", description="address that the three ports listen on"
+        "127.0.0.1", description="address that the three ports listen on"
     )
-    grpc_port: Port = Field(default=8001, description="port of Triton's gRPC endpoint")
-    http_port: Port = Field(default=8000, description="port of Triton's HTTP endpoint")
-    metrics_port: Port = Field(default=8002, description="port of Triton's metrics")
-    model_repository: AbsolutePath = Field(
-        default=ROOT / "model_repository", description="folder of models that Triton loads"
-    )
-    engines_dir: AbsolutePath = Field(default=ROOT / "engines", description="folder of built engines")
+    grpc_port: Port = Field(8001, description="port of Triton's gRPC endpoint")
+    http_port: Port = Field(8000, description="port of Triton's HTTP endpoint")
+    metrics_port: Port = Field(8002, description="port of Triton's metrics")
+    model_repository: AbsolutePath = Field(ROOT / "model_repository", description="folder of models that Triton loads")
+    engines_dir: AbsolutePath = Field(ROOT / "engines", description="folder of built engines")
     tritonserver: AbsolutePath | None = Field(
-        default=None, description="folder with bin/tritonserver; unset: /opt/tritonserver if it exists, else the wheel"
+        None, description="folder with bin/tritonserver; unset: /opt/tritonserver if it exists, else the wheel"
     )
-    state_dir: AbsolutePath = Field(
-        default=ROOT / ".triton", description="folder of backend links, logs and status files"
-    )
-    start_timeout_s: Seconds = Field(
-        default=120.0, description="longest time in seconds from launch to the first token"
-    )
+    state_dir: AbsolutePath = Field(ROOT / ".triton", description="folder of backend links, logs and status files")
+    start_timeout_s: Seconds = Field(120.0, description="longest time in seconds from launch to the first token")
     drain_s: Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)] = Field(
-        default=20.0, description="seconds that streams may go on after a stop; those left then end with an error"
+        20.0, description="seconds that streams may go on after a stop; those left then end with an error"
     )
-    canary_interval_s: Seconds = Field(default=10.0, description="seconds between two liveness probes while serving")
+    canary_interval_s: Seconds = Field(10.0, description="seconds between two liveness probes while serving")
     canary_timeout_s: Seconds = Field(
-        default=10.0, description="seconds after which a liveness probe without an end has failed"
+        10.0, description="seconds after which a liveness probe without an end has failed"
     )
     stall_s: HangSeconds = Field(
-        default=STALL_S, description="seconds without progress and without CPU use after which a process counts as hung"
+        STALL_S, description="seconds without progress and without CPU use after which a process counts as hung"
     )
     step_limit_s: HangSeconds = Field(
-        default=LIMIT_S,
+        LIMIT_S,
         description="seconds without progress, CPU used or not, after which a process counts as hung: "
         "the longest engine step or call of a Python model",
     )
-    log_level: Literal["error", "warning", "info", "verbose"] = Field(
-        default="info", description="level of tritonserver's log"
-    )
-    keepalive_s: Seconds = Field(default=10.0, description="seconds of silence after which a gRPC peer is pinged")
+    log_level: Literal["error", "warning", "info", "verbose"] = Field("info", description="level of tritonserver's log")
+    keepalive_s: Seconds = Field(10.0, description="seconds of silence after which a gRPC peer is pinged")
     otlp_endpoint: Annotated[
         str, Field(pattern=r"^$|^https?://[^\s,]+$"), Allowed("an http(s) URL without a comma")
-    ] = Field(
-        default="", description="OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces; unset: no traces"
-    )
+    ] = Field("", description="OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces; unset: no traces")
     trace_every: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
-        default=1000, description="one request in this many is traced"
+        1000, description="one request in this many is traced"
     )
-    tls_cert: PemFile = Field(
-        default=None, description="certificate; set it and TRIDENT_TLS_KEY to serve gRPC over TLS"
-    )
-    tls_key: PemFile = Field(default=None, description="private key of TRIDENT_TLS_CERT")
-    tls_ca: PemFile = Field(
-        default=None, description="certificates that the liveness probe trusts; unset: TRIDENT_TLS_CERT"
-    )
-    tls_name: str = Field(default="localhost", description="name in the certificate, which the liveness probe expects")
+    tls_cert: PemFile = Field(None, description="certificate; set it and TRIDENT_TLS_KEY to serve gRPC over TLS")
+    tls_key: PemFile = Field(None, description="private key of TRIDENT_TLS_CERT")
+    tls_ca: PemFile = Field(None, description="certificates that the liveness probe trusts; unset: TRIDENT_TLS_CERT")
+    tls_name: str = Field("localhost", description="name in the certificate, which the liveness probe expects")
     admin_key: Word = Field(
         default_factory=lambda: secrets.token_hex(16),
         repr=False,
@@ -122,21 +108,19 @@ class Settings(EnvironmentSettings):
     )
 
     register_: Annotated[str, AfterValidator(_gateways), Allowed(GATEWAYS)] = Field(
-        default="",
+        "",
         description="gateways' HTTP endpoints, which are told every second that this server serves (docs/fleet.md): "
         "`HOST:PORT,HOST:PORT` or `dns:///NAME:PORT`; unset: none",
     )
     register_token_file: Annotated[AbsolutePath | None, Allowed("a file with a token")] = Field(
-        default=None, description="file with the gateways' token, as TRIDENT_GATEWAY_ADMIN_TOKEN_FILE names it"
+        None, description="file with the gateways' token, as TRIDENT_GATEWAY_ADMIN_TOKEN_FILE names it"
     )
     register_pool: str = Field(
-        default="", description="pool of the gateways that this server joins; `{engine}` stands for the engine's name"
+        "", description="pool of the gateways that this server joins; `{engine}` stands for the engine's name"
     )
-    register_ca: PemFile = Field(
-        default=None, description="authority of the gateways' certificates; set: TLS to the gateways"
-    )
+    register_ca: PemFile = Field(None, description="authority of the gateways' certificates; set: TLS to the gateways")
     advertise: Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]*$"), Allowed("a host name or an IPv4 address")] = Field(
-        default="",
+        "",
         description="host that the gateways reach this server at; unset: TRIDENT_HOST or, if that is 0.0.0.0, the "
         "address with which this machine reaches the gateway",
     )

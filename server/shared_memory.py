@@ -1,6 +1,6 @@
-"""Files of the Python backend in /dev/shm, one per stub: their names, their size, and their removal.
+"""Files of a server in /dev/shm, the Python backend's of each stub and our links: names, sizes, and their removal.
 
-A killed server leaves its files behind. Triton allocates them in full at the start and grows them when a message
+A killed server leaves its files behind. Triton allocates its own in full at the start and grows them when a message
 does not fit; on a loaded machine servers aborted while growing (boost lock_exception, benchmarks/LOG.md).
 
 The names start with a prefix of the supervisor, which starts with its gRPC port. The supervisor that listens on a port
@@ -9,8 +9,8 @@ may remove files of earlier supervisors on that port.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 from pathlib import Path
 
 from contract.errors import Unavailable
@@ -21,6 +21,7 @@ MIB = 1024 * 1024
 MAX_BYTES = 32 * MIB
 # Per stub: enough without growth for the longest prompt (4 MiB by default) and its response, or a thousand streams.
 MIN_BYTES = 8 * MIB
+SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
 def port_prefix(grpc_port: int) -> str:
@@ -33,22 +34,14 @@ def prefix(grpc_port: int, pid: int) -> str:
     return f"{port_prefix(grpc_port)}{pid}_"
 
 
-def clean(prefix: str, folder: Path = FOLDER) -> list[str]:
-    """Remove the files whose names start with ``prefix``; return their names."""
-    if not prefix.startswith("trident_"):
-        raise AssertionError(f"prefix: must start with trident_, got {prefix!r}")
-    removed = []
+def clean(prefix: str, folder: Path = FOLDER) -> None:
+    """Remove the files whose names start with ``prefix``."""
     for path in folder.glob(f"{prefix}*"):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            removed.append(path.name)
-    return sorted(removed)
+        path.unlink(missing_ok=True)
 
 
 def region_bytes(stubs: int, free_bytes: int) -> int:
-    """Return the size of each stub's file: all together leave an eighth of ``free_bytes`` for growth.
-    Raises Unavailable: ``free_bytes`` is too little for ``stubs`` stubs.
-    """
+    """Return the size of each stub's file: they leave an eighth of ``free_bytes``. Raises Unavailable: too little."""
     each = min(MAX_BYTES, free_bytes * 7 // 8 // max(1, stubs)) // MIB * MIB
     if each >= MIN_BYTES:
         return each
@@ -58,6 +51,27 @@ def region_bytes(stubs: int, free_bytes: int) -> int:
         f"({stubs * MAX_BYTES // MIB * 8 // 7} MiB for ten thousand streams); in a container start it with "
         "--shm-size=256m for each engine"
     )
+
+
+def shell_safe(path: Path, name: str, shm_prefix: str, folder: Path = FOLDER) -> Path:
+    """Return ``path``, or a link to it where a shell would not read it as one word.
+
+    Triton starts every stub by ``bash -c`` with unquoted paths of stub and model.
+    name: of the link, after the prefix.
+    Raises Unavailable: the link cannot be made.
+    """
+    if SHELL_SAFE.fullmatch(str(path)):
+        return path
+    link = folder / f"{shm_prefix}{name}"
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+    except OSError as error:
+        raise Unavailable(
+            f"{path}: must be a path without blanks and shell metacharacters, "
+            f"because the link {link} to it cannot be made ({error.strerror})"
+        ) from error
+    return link
 
 
 def free_bytes(folder: Path = FOLDER) -> int:

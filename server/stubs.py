@@ -21,10 +21,7 @@ EXECUTABLE = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Stub:
-    """One stub process.
-
-    started: start time in clock ticks since boot, which tells processes with a reused pid apart.
-    """
+    """One stub process. started: in clock ticks since boot, which tells processes with a reused pid apart."""
 
     pid: int
     model: str

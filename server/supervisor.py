@@ -19,11 +19,11 @@ from functools import partial
 from contract import backend_settings, manifest, step_model
 from contract.errors import TridentError
 from server import (
+    console,
     installation,
     ports,
     preflight,
     process,
-    progress,
     recovery,
     server_chain,
     shared_memory,
@@ -34,13 +34,11 @@ from server import (
 from server.child_command import ChildCommand
 from server.drain import DrainResult, drain
 from server.instance import ServerInstance
-from server.ready_message import ready_message
 from server.recovery import State
 from server.registration import Registration
 from server.repository import read_pipeline, served_model
 from server.settings import Settings
 
-ABORT_S = 3.0
 ANY_INSTANCE = -1  # for events that belong to no server instance: signals, the child command's exit
 STOP_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminal closed"}
 
@@ -117,14 +115,6 @@ class Supervisor:
         self._started_in = settings.state_dir / f"started-{settings.engine}"
         return claimed
 
-    def _register(self) -> Registration:
-        fields = {
-            "engine": self._engine.name,
-            "manifest_sha256": manifest.sha256_file(self._engine_folder / manifest.FILE_NAME),
-            "slots": self._engine.max_batch_size,
-        }
-        return Registration(self._settings, fields, self._registered_state, self._print)
-
     def _registered_state(self) -> tuple[str, float | None]:
         """Return the state for the gateways and, of a server that starts, the seconds that its last start took more."""
         state = self._record.state
@@ -157,7 +147,12 @@ class Supervisor:
         self._write_status()
         self._renew_status()
         if self._settings.register_:
-            self._registration = self._register()
+            fields = {
+                "engine": self._engine.name,
+                "manifest_sha256": manifest.sha256_file(self._engine_folder / manifest.FILE_NAME),
+                "slots": self._engine.max_batch_size,
+            }
+            self._registration = Registration(self._settings, fields, self._registered_state, self._print)
         self._begin_recovery(self._start(delay_s=0))
         while True:
             generation, event = await self._events.get()
@@ -174,24 +169,23 @@ class Supervisor:
                 if self._registration is not None:  # who waits for this one may stop another at once
                     await self._registration.told()
                 self._announce(command)
+            if action is not None and self._recovery is not None:
+                self._recovery.cancel()
+                await asyncio.wait({self._recovery})
             if isinstance(action, recovery.Reload):
-                await self._cancel_recovery()
                 self._begin_recovery(self._reload(action.model))
             elif isinstance(action, recovery.Restart):
-                await self._cancel_recovery()
                 self._generation += 1
                 self._begin_recovery(self._restart(action))
             elif isinstance(action, recovery.GiveUp):
-                await self._cancel_recovery()
                 return 1
             elif isinstance(action, recovery.Drain):
-                await self._cancel_recovery()
                 return await self._stop()
 
     async def _restart(self, action: recovery.Restart) -> None:
         if self._instance is not None:
             if action.stream_error and self._instance.is_serving:
-                await self._drain(self._instance, 0, action.stream_error)
+                await drain(self._instance, 0, action.stream_error)
             await self._instance.stop()
         self._settings.drain_file.unlink(missing_ok=True)  # also that of a drain which was cancelled
         # The reaper removes these files, unless it was killed itself; a crash loop must not fill /dev/shm.
@@ -208,7 +202,7 @@ class Supervisor:
         except TridentError as error:  # another process has filled /dev/shm
             report(recovery.StartFailed(str(error)))
             return
-        async with progress.show(f"starting tritonserver with engine {self._settings.engine}", sys.stderr):
+        async with console.progress(f"starting tritonserver with engine {self._settings.engine}", sys.stderr):
             event = await instance.start()
         if isinstance(event, recovery.StartFailed):
             await instance.stop()
@@ -233,11 +227,6 @@ class Supervisor:
         self._recovery = asyncio.create_task(work)
         self._recovery.add_done_callback(on_done)
 
-    async def _cancel_recovery(self) -> None:
-        if self._recovery is not None:
-            self._recovery.cancel()
-            await asyncio.wait({self._recovery})
-
     async def _stop(self) -> int:
         """Withdraw from the gateways, end the child command, drain and stop the server; return the exit code."""
         if self._registration is not None:
@@ -246,23 +235,19 @@ class Supervisor:
         if self._instance is None or not self._instance.is_serving:
             return code
         drain_s = self._settings.drain_s
-        async with progress.show(f"draining for up to {drain_s:g} s; the same signal again stops at once", sys.stderr):
-            result = await self._drain(self._instance, drain_s, "the server is shutting down")
+        async with console.progress(
+            f"draining for up to {drain_s:g} s; the same signal again stops at once", sys.stderr
+        ):
+            result = await drain(self._instance, drain_s, "the server is shutting down")
             await self._instance.stop(terminate=result is not DrainResult.CUT_OFF)
         self._print(f"stopped; {result.value}")
         return code
-
-    async def _drain(self, instance: ServerInstance, drain_s: float, reason: str) -> DrainResult:
-        socket_name = triton_command.control_socket(self._shm_prefix)
-        drain_file = self._settings.drain_file
-        model = self._pipeline.name
-        return await drain(instance.admin, instance.metrics, socket_name, drain_file, drain_s, ABORT_S, reason, model)
 
     def _announce(self, command: Sequence[str]) -> None:
         """Start the child command, or print the endpoints, when the server is ready for the first time."""
         self._announced = True
         if not command:
-            print(ready_message(self._settings, self._pipeline.name), flush=True)
+            print(console.ready_message(self._settings, self._pipeline.name), flush=True)
             return
         variables = {
             "TRIDENT_URL": self._settings.grpc_url,

@@ -10,7 +10,7 @@ from pathlib import Path
 from server import shared_memory
 from server.installation import Installation
 from server.repository import ENSEMBLE
-from server.settings import ROOT, Settings
+from server.settings import PORT_FIELDS, ROOT, Settings
 
 ADMIN_HEADER = "trident-admin-key"
 # Any client may infer and read; only a client with the key may load, unload, map memory, or redirect traces and logs.
@@ -53,16 +53,11 @@ def arguments(
         # The configs are complete; auto-completion would start every stub twice.
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--grpc-address={settings.host}",
-        f"--http-address={settings.host}",
-        f"--metrics-address={settings.host}",
-        f"--grpc-port={settings.grpc_port}",
-        f"--http-port={settings.http_port}",
-        f"--metrics-port={settings.metrics_port}",
+        *(f"--{protocol}-address={settings.host}" for protocol in ("grpc", "http", "metrics")),
+        *(f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in PORT_FIELDS),
         f"--grpc-restricted-protocol={RESTRICTED}:{ADMIN_HEADER}={settings.admin_key}",
         f"--http-restricted-api={RESTRICTED}:{ADMIN_HEADER}={settings.admin_key}",
-        f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
-        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
+        *(f"--{protocol}-header-forward-pattern={FORWARDED_HEADERS}" for protocol in ("grpc", "http")),
         # Detects a peer that vanished without closing its socket after time + timeout; without these after 2 h.
         f"--grpc-keepalive-time={keepalive_ms}",
         f"--grpc-keepalive-timeout={keepalive_ms // 2}",
@@ -74,9 +69,7 @@ def arguments(
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,thread-pool-size={BACKEND_THREADS}",
         f"--backend-config=python,shm-default-byte-size={shm_bytes}",
-        *_log_flags(settings.log_level),
-        *_tls_flags(settings),
-        *_trace_flags(settings),
+        *_optional_flags(settings),
     ]
 
 
@@ -89,46 +82,35 @@ def environment(
     settings: Settings, installation: Installation, engine_folder: Path, shm_prefix: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of tritonserver, which the stubs inherit."""
-    variables = dict(environ)
-    # A stub runs its model with the first python3 on PATH: this environment's.
-    variables["PATH"] = _prepended(str(Path(sys.executable).parent), environ.get("PATH", ""))
-    # For processes that the models start; the stubs themselves ignore it (see process.py).
-    variables["PYTHONPATH"] = _prepended(str(ROOT), environ.get("PYTHONPATH", ""))
-    variables["PYTHONUNBUFFERED"] = "1"
-    if installation.libraries:
-        variables["LD_LIBRARY_PATH"] = _prepended(installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
-    variables["TRIDENT_ENGINE_DIR"] = str(engine_folder)
-    variables["TRIDENT_CONTROL_SOCKET"] = control_socket(shm_prefix)
-    variables["TRIDENT_HTTP_PORT"] = str(settings.http_port)
-    variables["TRIDENT_DRAIN_FILE"] = str(settings.drain_file)
-    variables["TRIDENT_STALL_S"] = str(settings.stall_s)
-    variables["TRIDENT_STEP_LIMIT_S"] = str(settings.step_limit_s)
-    return variables
+    first = {
+        "PATH": str(Path(sys.executable).parent),  # a stub runs its model with the first python3 there
+        "PYTHONPATH": str(ROOT),  # for processes that the models start; the stubs ignore it (see process.py)
+        "LD_LIBRARY_PATH": installation.libraries,
+    }
+    own = {
+        "PYTHONUNBUFFERED": "1",
+        "TRIDENT_ENGINE_DIR": engine_folder,
+        "TRIDENT_CONTROL_SOCKET": control_socket(shm_prefix),
+        "TRIDENT_HTTP_PORT": settings.http_port,
+        "TRIDENT_DRAIN_FILE": settings.drain_file,
+        "TRIDENT_STALL_S": settings.stall_s,
+        "TRIDENT_STEP_LIMIT_S": settings.step_limit_s,
+    }
+    paths = {name: os.pathsep.join(filter(None, (path, environ.get(name)))) for name, path in first.items() if path}
+    return {**environ, **paths, **{name: str(value) for name, value in own.items()}}
 
 
-def _prepended(first: str, rest: str) -> str:
-    return os.pathsep.join((first, rest)) if rest else first
-
-
-def _log_flags(level: str) -> list[str]:
+def _optional_flags(settings: Settings) -> list[str]:
+    """Return the flags of log, TLS and traces."""
+    level = settings.log_level
+    flags = [f"--log-info={str(level == 'info').lower()}", f"--log-warning={str(level != 'error').lower()}"]
     if level == "verbose":
-        return ["--log-verbose=1"]
-    return [f"--log-info={str(level == 'info').lower()}", f"--log-warning={str(level != 'error').lower()}"]
-
-
-def _tls_flags(settings: Settings) -> list[str]:
-    if settings.tls_cert is None:
-        return []
-    return ["--grpc-use-ssl=true", f"--grpc-server-cert={settings.tls_cert}", f"--grpc-server-key={settings.tls_key}"]
-
-
-def _trace_flags(settings: Settings) -> list[str]:
-    if not settings.otlp_endpoint:
-        return []
-    return [
-        "--trace-config=mode=opentelemetry",
-        "--trace-config=level=TIMESTAMPS",
-        f"--trace-config=rate={settings.trace_every}",
-        f"--trace-config=opentelemetry,url={settings.otlp_endpoint}",
-        "--trace-config=opentelemetry,resource=service.name=trident",
-    ]
+        flags = ["--log-verbose=1"]
+    if settings.tls_cert is not None:
+        flags += ["--grpc-use-ssl=true", f"--grpc-server-cert={settings.tls_cert}"]
+        flags += [f"--grpc-server-key={settings.tls_key}"]
+    if settings.otlp_endpoint:
+        traces = ["mode=opentelemetry", "level=TIMESTAMPS", f"rate={settings.trace_every}"]
+        traces += [f"opentelemetry,url={settings.otlp_endpoint}", "opentelemetry,resource=service.name=trident"]
+        flags += [f"--trace-config={trace}" for trace in traces]
+    return flags

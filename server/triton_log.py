@@ -1,4 +1,4 @@
-"""tritonserver's log: its path, its last lines, and its errors."""
+"""tritonserver's log: its path and its errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ERROR = re.compile(
 HEAD = re.compile(r"^[EWI]\d{4} [\d:.]+ \d+ \S+:\d+\] ")
 # A verbose log grows without bound; only its end is read.
 READ_BYTES = 256 * 1024
+LINES = 12  # of a report
 TABLE = re.compile(r"^[+|]")
 
 
@@ -25,30 +26,18 @@ def path(state_dir: Path, grpc_port: int) -> Path:
     return state_dir / "logs" / f"tritonserver-{grpc_port}.log"
 
 
-def tail(log: Path, lines: int = 20) -> str:
-    """Return the last ``lines`` lines, without Triton's tables."""
-    return "\n".join([line for line in _read(log) if not TABLE.match(line)][-lines:])
-
-
-def errors(log: Path, start: int = 0, lines: int = 12) -> str:
-    """Return error messages and tracebacks since byte ``start``, each once; the tail if there are none."""
+def errors(log: Path, start: int = 0) -> str:
+    """Return error messages and tracebacks since byte ``start``, each once; the last lines if there are none."""
+    with log.open("rb") as file:
+        file.seek(max(start, file.seek(0, 2) - READ_BYTES))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if not TABLE.match(line)]
     found: list[str] = []
     in_error = False  # a message may continue after its first line
-    for line in _read(log, start):
-        begins = bool(HEAD.match(line)) or line.startswith("error: ")
-        if begins or not in_error:
-            in_error = bool(ERROR.search(line)) and not TABLE.match(line)
+    for line in lines:
+        if HEAD.match(line) or line.startswith("error: ") or not in_error:
+            in_error = bool(ERROR.search(line))
         if in_error:
             # Triton often logs one message three times, twice with its line breaks escaped.
             texts = (text.strip('" ') for text in HEAD.sub("", line).split("\\n"))
             found += [text for text in texts if text and text not in found and not NOISE.search(text)]
-    return "\n".join(found[:lines]) if found else tail(log, lines)
-
-
-def _read(log: Path, start: int = 0) -> list[str]:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, 2) - READ_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
+    return "\n".join(found[:LINES] or lines[-LINES:])

@@ -33,6 +33,11 @@ class Observation(NamedTuple):
     output_tokens: int
     running: float
 
+    @property
+    def step_s(self) -> float:
+        """Seconds from one token to the next; 0 if unknown."""
+        return self.decode_s / (self.output_tokens - 1) if self.output_tokens > 1 and self.decode_s > 0 else 0.0
+
 
 class Cost(NamedTuple):
     """Work in tokens of decoding: the prompt's, which is done at the first token, and the answer's."""
@@ -58,18 +63,16 @@ class Costs:
     @property
     def prefill_weight(self) -> float:
         """Work of a prompt token in tokens of decoding; 0.1, or what was given, until both were observed."""
-        if not (self._prefill.slope and self._decode_shares_s):
+        if not (self._prefill.x.value and self._decode_shares_s):
             return self._unmeasured_weight
+        # The plain ratio while the prompts differ too little to tell.
+        token_s = self._prefill.slope if self._prefill.slope > 0 else self._prefill.y.value / self._prefill.x.value
         # The quicker quarter: those that no other prompt held up, which is prefill's cost and not decoding's.
         quick_s = sorted(self._decode_shares_s)[len(self._decode_shares_s) // 4]
-        return min(max(self._prefill.slope / quick_s, _LEAST_WEIGHT), _MOST_WEIGHT)
+        return min(max(token_s / quick_s, _LEAST_WEIGHT), _MOST_WEIGHT)
 
     def estimate(self, prompt_bytes: int, max_tokens: int) -> Cost:
-        """Estimate the cost of a request from its size.
-
-        The response counts with the average length: its own is not known yet, and a sequence keeps its slot in the
-        batch until its end.
-        """
+        """Estimate from its size; an answer counts with the mean length, as its slot is taken until its end."""
         expected = min(max_tokens, self._output_tokens.value or max_tokens)
         return Cost(prompt_bytes / self._bytes_per_token.value * self.prefill_weight, expected)
 
@@ -78,9 +81,8 @@ class Costs:
         is the pace divided by ``running``; prefill has the engine to itself."""
         if seen.uncached_tokens > 0 and seen.prefill_s > 0:
             self._prefill.observe(seen.uncached_tokens, seen.prefill_s)
-        if seen.output_tokens > 1 and seen.decode_s > 0:
-            share_s = seen.decode_s / (seen.output_tokens - 1) / max(1.0, seen.running)
-            self._decode_shares_s.append(max(share_s, 1e-9))
+        if seen.step_s:
+            self._decode_shares_s.append(max(seen.step_s / max(1.0, seen.running), 1e-9))
         self._output_tokens.observe(seen.output_tokens)
 
     def observe_size(self, prompt_bytes: int, input_tokens: int) -> None:
@@ -99,24 +101,19 @@ class Pace:
     LEAST_SEEN = 16  # responses; fewer say too little
 
     def __init__(self) -> None:
-        self._steps, self._running_mean = _Line(_PACES), _Mean(_PACES)
-        self._step_s = _Mean(_PACES)
+        self._steps = _Line(_PACES)  # seconds over running requests
 
     def observe(self, seen: Observation) -> None:
         """Learn from a response of two tokens or more."""
-        if seen.output_tokens > 1 and seen.decode_s > 0:
-            running, step_s = max(1.0, seen.running), seen.decode_s / (seen.output_tokens - 1)
-            self._steps.observe(running, step_s)
-            self._running_mean.observe(running)
-            self._step_s.observe(step_s)
+        if seen.step_s:
+            self._steps.observe(max(1.0, seen.running), seen.step_s)
 
     def tokens_per_s(self, slots: int) -> float:
         """The rate with all slots taken; 0 where slots or pace are unknown."""
-        if slots <= 0 or self._step_s.count < self.LEAST_SEEN:
+        if slots <= 0 or self._steps.x.count < self.LEAST_SEEN:
             return 0.0
-        step_s, running = self._step_s.value, self._running_mean.value
-        slope = self._steps.slope_if_known
-        slope = min(max(0.0, slope), step_s / running)  # neither part of a step takes less than no time
+        running, step_s = self._steps.x.value, self._steps.y.value
+        slope = min(max(0.0, self._steps.slope), step_s / running)  # neither part of a step takes less than no time
         return slots / (step_s + slope * (slots - running))
 
 
@@ -134,39 +131,25 @@ class _Mean:
 
 
 class _Line:
-    """The slope of prefill time over prompt tokens, by least squares over the recent past.
+    """The line of y over x, by least squares over the recent past.
 
     A slope, not a ratio: the time to the first token has a part that no prompt token is to blame for, the current step
     and the first decoding, and with short prompts that part is nearly all of it.
     """
 
     def __init__(self, memory: int) -> None:
-        self._tokens, self._seconds = _Mean(memory), _Mean(memory)
-        self._squares, self._products = _Mean(memory), _Mean(memory)
+        self.x, self.y, self._squares, self._products = (_Mean(memory) for _ in range(4))
 
-    def observe(self, tokens: float, seconds: float) -> None:
-        self._tokens.observe(tokens)
-        self._seconds.observe(seconds)
-        self._squares.observe(tokens * tokens)
-        self._products.observe(tokens * seconds)
+    def observe(self, x: float, y: float) -> None:
+        for mean, value in ((self.x, x), (self.y, y), (self._squares, x * x), (self._products, x * y)):
+            mean.observe(value)
 
     @property
     def slope(self) -> float:
-        """Seconds a prompt token adds; the plain ratio while the prompts differ too little to tell. 0: unknown."""
-        tokens, seconds = self._tokens.value, self._seconds.value
-        if not tokens:
-            return 0.0
-        found = self.slope_if_known
-        return found if found > 0 else seconds / tokens
-
-    @property
-    def slope_if_known(self) -> float:
-        """The slope by least squares; 0 while the values differ too little to tell."""
-        tokens = self._tokens.value
-        variance = self._squares.value - tokens * tokens
-        if variance <= (0.2 * tokens) ** 2:
-            return 0.0
-        return (self._products.value - tokens * self._seconds.value) / variance
+        """0 while the values of x differ too little to tell."""
+        x = self.x.value
+        variance = self._squares.value - x * x
+        return (self._products.value - x * self.y.value) / variance if variance > (0.2 * x) ** 2 else 0.0
 
 
 def prompt_bytes(request: GenerationRequest) -> int:

@@ -66,23 +66,15 @@ class Dns:
 
 
 class File:
-    """One HOST:PORT a line; ``#`` begins a comment. Replace the file by renaming, so that no half of it is read.
-
-    A file that has not changed is not read again.
-    """
+    """One HOST:PORT a line; ``#`` begins a comment. Replace the file by renaming, so that no half of it is read."""
 
     refresh_s = 0.5
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._read: tuple[tuple[int, ...], tuple[str, ...]] | None = None  # which file, and its replicas
 
     async def replicas(self) -> tuple[str, ...]:
         try:
-            stat = self._path.stat()
-            identity = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if self._read is not None and self._read[0] == identity:
-                return self._read[1]
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise Unavailable(f"cannot read the replicas in {str(self._path)!r}: {exc}") from exc
@@ -92,7 +84,6 @@ class File:
             raise Unavailable(f"{str(self._path)!r} is not a list of replicas: {exc}") from exc
         if not found:
             raise Unavailable(f"{str(self._path)!r} names no replica")
-        self._read = identity, found
         return found
 
 

@@ -16,8 +16,30 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from contract.errors import InvalidArgument, Unavailable
-from contract.load import ReplicaLoad
+from contract.errors import Unavailable
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """A snapshot of one replica.
+
+    running, waiting: requests, as of the last metrics scrape.
+    max_running: slots, 0 if unknown.
+    kv_usage: fraction of KV blocks in use, 0 to 1.
+    pending_tokens: work this caller has reserved and not released, in tokens of decoding.
+    outstanding: this caller's live requests there, always current.
+    tokens_per_s: decode rate with all slots taken, measured on earlier requests; 0 if unknown.
+    """
+
+    name: str
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 0
+    kv_usage: float = 0.0
+    pending_tokens: int = 0
+    healthy: bool = True
+    outstanding: int = 0
+    tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,33 +96,24 @@ def token_aware(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: rand
     return candidates[draw(least_pending(candidates), rng)]
 
 
-def session_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
-    """Requests of one ``request.session`` stay together; those without one are routed by ``otherwise``."""
-    return _affinity(lambda request: request.session, bound, otherwise)
+def session_affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
+    """Keep requests of one ``request.session`` together; without one, pick as ``power_of_two_choices``."""
+    return _affinity(request.session, loads, request, rng)
 
 
-def prefix_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
-    """Requests with one ``request.prefix`` stay together, so that the prefix is computed and cached once."""
-    return _affinity(lambda request: request.prefix, bound, otherwise)
+def prefix_affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
+    """Keep requests with one ``request.prefix`` together, so that the prefix is computed and cached once."""
+    return _affinity(request.prefix, loads, request, rng)
 
 
-def _affinity(key_of: Callable[[RoutingRequest], str], bound: float, otherwise: Pick) -> Pick:
-    """Rendezvous hashing with bounded load.
+def _affinity(key: str, loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
+    """Pick by rendezvous hashing with bounded load.
 
-    Every replica has a rank for every key; the key's requests go to the highest, and when one leaves, only its
-    own keys move. A replica that already has ``bound`` times its share of the load, which is in proportion to its
-    slots, is passed over for the next rank, so that a popular key spreads instead of drowning one replica.
+    Every replica has a rank for every key; the key's requests go to the highest, and when one leaves, only its own keys
+    move. A replica that already has AFFINITY_BOUND times its share of the load, which is in proportion to its slots, is
+    passed over for the next rank, so that a popular key spreads instead of drowning one replica.
     """
-    if not bound > 1.0:
-        raise InvalidArgument("bound", f"must be more than 1, as a multiple of the mean load, got {bound}")
-
-    def pick(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
-        key = key_of(request)
-        if not key:
-            return otherwise(loads, request, rng)
-        return home(key, eligible(loads), bound)
-
-    return pick
+    return home(key, eligible(loads)) if key else power_of_two_choices(loads, request, rng)
 
 
 def home(key: str, loads: Sequence[ReplicaLoad], bound: float = AFFINITY_BOUND) -> ReplicaLoad:
@@ -220,6 +233,6 @@ BY_NAME: dict[str, Pick] = {
     "least_outstanding": least_outstanding,
     "power_of_two_choices": power_of_two_choices,
     "token_aware": token_aware,
-    "session_affinity": session_affinity(),
-    "prefix_affinity": prefix_affinity(),
+    "session_affinity": session_affinity,
+    "prefix_affinity": prefix_affinity,
 }

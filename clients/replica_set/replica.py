@@ -1,4 +1,7 @@
-"""One replica of a set: its channel, its health, the work reserved there, and each call to it."""
+"""One replica of a set: its channel, its health, the work reserved there, and each call to it.
+
+A replica is not healthy after three failures in a row, and again after two successes.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,53 @@ import asyncio
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from clients.replica_set.costs import Costs
-from clients.replica_set.health import Health, HealthPolicy
+from clients.replica_set.picks import ReplicaLoad
 from clients.replica_set.reservation import Reservation, Work
 from clients.wire.channel import AsyncChannel, Metadata
 from clients.wire.connection import Connection
 from clients.wire.response_reader import ResponseReader
-from contract.errors import TridentError, Unavailable
+from contract.errors import InvalidArgument, TridentError, Unavailable
 from contract.generation import GenerationRequest
-from contract.load import ReplicaLoad
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HealthPolicy:
+    """fail_after: consecutive failures that take a replica out; recover_after: consecutive successes that bring
+    it back. Probes run every ``interval_s``, spread by up to a tenth, and fail after ``timeout_s``."""
+
+    fail_after: int = 3
+    recover_after: int = 2
+    interval_s: float = 10.0
+    timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("fail_after", "recover_after"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"health.{name}", f"must be 1 or more, got {getattr(self, name)}")
+        for name in ("interval_s", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"health.{name}", f"must be more than 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Health:
+    """healthy None: never observed. run: consecutive observations of the opposite of ``healthy``."""
+
+    healthy: bool | None = None
+    run: int = 0
+
+    def after(self, ok: bool, policy: HealthPolicy) -> Health:
+        """Return the state after one more observation. The first one decides alone."""
+        if self.healthy is None or ok is self.healthy:
+            return Health(ok)
+        needed = policy.recover_after if ok else policy.fail_after
+        return Health(ok) if self.run + 1 >= needed else Health(self.healthy, self.run + 1)
 
 
 class Replica:
@@ -59,11 +96,7 @@ class Replica:
         """Take note of a request that has been sent."""
 
     def ended(self, error: TridentError | None, silent_s: float, sent_s: float = math.inf) -> None:
-        """Take note of a request's end.
-
-        silent_s: since the replica last generated a token for any request, 0 if it did for this one.
-        sent_s: when the request was sent.
-        """
+        """Note a request's end. silent_s: since the replica last made a token for any. sent_s: when it was sent."""
         if error is None or isinstance(error, Unavailable):
             self.observe(error is None)
 

@@ -56,10 +56,7 @@ class ReplicaSet(Generic[R]):
         self._problem = ""  # of the latest discovery
 
     async def found(self) -> None:
-        """Wait until the replicas have been discovered and checked once. Raises Unavailable if there is none.
-
-        Discovery then goes on in the background.
-        """
+        """Wait until replicas were discovered and checked once; discovery goes on. Raises Unavailable: none there."""
         if self._discovery is None or (self._discovery.done() and not self.replicas):
             self._discovery = asyncio.ensure_future(self._discover_and_check())
         if self._watch is None:
@@ -83,10 +80,7 @@ class ReplicaSet(Generic[R]):
             self.start()
 
     def add(self, url: str) -> None:
-        """Check a replica, then let it have requests; one that the source does not name leaves at the next discovery.
-
-        A no-op for one that is known.
-        """
+        """Check an unknown replica, then let it have requests; one that the source does not name leaves again."""
         if url not in self.replicas and url not in self._joining:
             self._joining[url] = asyncio.create_task(self._join(url))
 

@@ -14,11 +14,7 @@ LEAST_DECODE_S = 0.01  # tokens that come closer together were sent together
 
 
 class Work:
-    """The work in progress at one replica.
-
-    outstanding: requests. pending_tokens: in tokens of decoding. pace: how fast the replica decodes.
-    idle: set while there is no request.
-    """
+    """A replica's requests, their pending tokens of decoding, its pace, and ``idle``, set while there are none."""
 
     def __init__(self) -> None:
         self.outstanding = 0
@@ -70,10 +66,7 @@ class Reservation:
         self._work.release()
 
     def learn_seen(self, usage: Usage, decode_s: float) -> None:
-        """Learn from a complete response whose replica does not tell its instants.
-
-        decode_s: from its first token to its last, as seen here. What its prompt cost cannot be told from its queue.
-        """
+        """Learn from a complete response without instants. decode_s: from its first token to its last, as seen here."""
         self._learn(usage, 0.0, 0, decode_s if decode_s > LEAST_DECODE_S else 0.0)
 
     def learn(self, response: ResponseReader) -> None:

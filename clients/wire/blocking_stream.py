@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -54,8 +54,17 @@ class BlockingStream:
         """Tokens received so far."""
         return self._response.tokens
 
-    def __iter__(self) -> _Loop:
-        return _Loop(self)
+    def __iter__(self) -> Iterator[TokenDelta]:
+        """Return what ``for`` holds: when the loop is left it is dropped, which cancels the stream."""
+        try:
+            while True:
+                try:
+                    delta = next(self)
+                except StopIteration:
+                    return
+                yield delta
+        finally:
+            self.cancel()
 
     def __enter__(self) -> BlockingStream:
         return self
@@ -147,21 +156,3 @@ class BlockingStream:
                 next(self._call)
         timeout.cancel()
         self._ended = True
-
-
-class _Loop:
-    """The iterator that ``for`` holds: when the loop is left it is dropped, which cancels the stream."""
-
-    __slots__ = ("_stream",)
-
-    def __init__(self, stream: BlockingStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> _Loop:
-        return self
-
-    def __next__(self) -> TokenDelta:
-        return next(self._stream)
-
-    def __del__(self) -> None:
-        self._stream.cancel()

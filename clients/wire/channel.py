@@ -39,17 +39,12 @@ class AsyncChannel:
 
     def generate(self, payload: bytes, timeout_s: float, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
         """Send one serialised ModelInferRequest; the call yields serialised ModelStreamInferResponses."""
-        channel = self._opened()
-        if self._generate is None:
-            # One request per stream: ModelStreamInfer streams both ways, and this side ends after one message.
-            self._generate = channel.unary_stream(infer_request.GENERATE)
+        self._opened()
+        assert self._generate is not None
         return self._generate(payload, timeout=timeout_s, metadata=metadata)
 
     async def call(self, call: UnaryCall, timeout_s: float, metadata: Metadata | None = None) -> bytes:
-        """Make one unary call; return the serialised response. metadata: None for the connection's own.
-
-        Raises TridentError.
-        """
+        """Return the response to one unary call. metadata: None for the connection's own. Raises TridentError."""
         try:
             method = self._opened().unary_unary(call.method)
             own = self.connection.call_metadata() if metadata is None else metadata
@@ -92,6 +87,8 @@ class AsyncChannel:
     def _opened(self) -> grpc.aio.Channel:
         running = asyncio.get_running_loop()
         if self._channel is None or self._loop is not running:
-            self._loop, self._generate = running, None
-            self._channel = self.connection.opened(grpc.aio, self._credentials, self._options)
+            self._loop = running
+            self._channel = channel = self.connection.opened(grpc.aio, self._credentials, self._options)
+            # One request per stream: ModelStreamInfer streams both ways, and this side ends after one message.
+            self._generate = channel.unary_stream(infer_request.GENERATE)
         return self._channel

@@ -61,11 +61,10 @@ class Collector:
 
     def completion(self, complete: bool) -> Completion:
         """complete: the last delta came. A stream that is closed between two deltas ends without an error."""
-        request_id = self._request.request_id
         if not complete:
-            raise Cancelled(f"request {request_id} was closed while it was being read")
+            raise Cancelled(f"request {self._request.request_id} was closed while it was being read")
         ttft_s = self._watch.ttft_s if self._request.stream else None
-        return join(self._deltas, request_id, ttft_s, self._watch.total_s)
+        return join(self._deltas, self._request.request_id, ttft_s, self._watch.total_s)
 
 
 def _sections(parts: list[Sections]) -> Sections | None:

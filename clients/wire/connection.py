@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from contract import pem
 from contract.errors import InvalidArgument
 
 DEFAULT_URL = "127.0.0.1:8001"
@@ -54,11 +55,11 @@ class TLS:
         """Raises InvalidArgument for a file that cannot be read or is no PEM, or a certificate without its key."""
         if (self.cert is None) != (self.key is None):
             raise InvalidArgument("tls", "cert and key go together; set both for mutual TLS, or neither")
-        return grpc.ssl_channel_credentials(
-            _pem("tls.root", self.root, b"CERTIFICATE"),
-            _pem("tls.key", self.key, b"PRIVATE KEY"),
-            _pem("tls.cert", self.cert, b"CERTIFICATE"),
-        )
+        # gRPC accepts any bytes and reports unusable ones only as a failed connection.
+        pem.check_authority("tls.root", self.root)
+        pem.check_pair("tls.cert", self.cert, self.key)
+        files = (self.root, self.key, self.cert)
+        return grpc.ssl_channel_credentials(*(None if file is None else Path(file).read_bytes() for file in files))
 
 
 @dataclass(frozen=True)
@@ -167,16 +168,3 @@ def new_traceparent() -> str:
     """A fresh W3C trace context. Not sampled: whether to trace is then the server's own choice."""
     ids = os.urandom(24).hex()
     return f"00-{ids[:32]}-{ids[32:]}-00"
-
-
-def _pem(field: str, path: str | Path | None, kind: bytes) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        data = Path(path).read_bytes()
-    except OSError as exc:
-        raise InvalidArgument(field, f"cannot read {str(path)!r}: {exc.strerror}") from exc
-    # gRPC accepts any bytes and reports unusable ones only as a failed connection.
-    if not re.search(rb"-----BEGIN [A-Z ]*" + kind, data):
-        raise InvalidArgument(field, f"there is no {kind.decode().lower()} in {str(path)!r}; allowed is a PEM file")
-    return data

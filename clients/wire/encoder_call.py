@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clients.wire import failures
-from clients.wire.infer_request import INFER
-from clients.wire.protobuf import WireError, chunk, fields, text, varint
+from clients.wire.infer_request import INFER, infer_request
+from clients.wire.protobuf import WireError, fields
 from clients.wire.status import UnaryCall
 from contract.encoder import MODEL
-from contract.errors import InvalidArgument
 
 _NO_ID = -1  # fills a row of ids that is shorter than the longest
 
@@ -44,25 +43,20 @@ class Encoded:
 def call(rows: Rows, request_id: str) -> UnaryCall:
     """Return the call. Raises InvalidArgument for text that is none."""
     count = len(rows.texts or rows.ids)
-    tensors: list[tuple[str, str, int, bytes]] = []  # name, datatype, columns, raw contents
+    inputs: list[tuple[str, str, list]] = []
     for name, texts in (("text_input", rows.texts), ("text_pair", rows.pairs)):
         if texts:
-            tensors.append((name, "BYTES", 1, b"".join(_text(name, number, one) for number, one in enumerate(texts))))
+            inputs.append((name, "BYTES", list(texts)))
     if rows.ids:
         longest = max(map(len, rows.ids))
         filled = [token for row in rows.ids for token in (*row, *[_NO_ID] * (longest - len(row)))]
-        tensors.append(("input_ids", "INT32", longest, struct.pack(f"<{len(filled)}i", *filled)))
+        inputs.append(("input_ids", "INT32", filled))
     if rows.prompt_name:
-        tensors.append(("prompt_name", "BYTES", 1, _text("prompt_name", 0, rows.prompt_name) * count))
+        inputs.append(("prompt_name", "BYTES", [rows.prompt_name] * count))
     for name, value in (("dimensions", rows.dimensions), ("truncate_prompt_tokens", rows.truncate)):
         if value is not None:
-            tensors.append((name, "INT32", 1, struct.pack("<i", value) * count))
-    described = [
-        chunk(5, text(1, name) + text(2, datatype) + chunk(3, varint(count) + varint(columns)))
-        for name, datatype, columns, _ in tensors
-    ]
-    contents = [chunk(7, raw) for *_, raw in tensors]
-    return UnaryCall(INFER, b"".join([text(1, MODEL), text(3, request_id), *described, *contents]))
+            inputs.append((name, "INT32", [value] * count))
+    return UnaryCall(INFER, infer_request(MODEL, request_id, inputs, {}, count))
 
 
 def read(response: bytes) -> Encoded:
@@ -97,12 +91,3 @@ def batches(rows: Rows, most_rows: int, most_bytes: int) -> Sequence[slice]:
             found.append(slice(first, number))
             first, size, longest = number, own, own
     return [*found, slice(first, count)]
-
-
-def _text(name: str, number: int, value: str) -> bytes:
-    try:
-        data = value.encode()
-    except UnicodeEncodeError as exc:
-        problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
-        raise InvalidArgument(f"{name}[{number}]", problem) from exc
-    return struct.pack("<I", len(data)) + data

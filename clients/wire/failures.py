@@ -10,17 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from contract import errors
-from contract.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    EngineFailed,
-    InvalidArgument,
-    ModelNotFound,
-    Overloaded,
-    PermissionDenied,
-    TridentError,
-    Unavailable,
-)
+from contract.errors import TridentError
 
 # How Triton 2.51's messages about an invalid request begin. They hold names that the client chose, so the beginning is
 # matched before any phrase inside.
@@ -39,15 +29,16 @@ _WRONG_REQUEST = re.compile(
 _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), error)
     for pattern, error in (
-        (r"exceeds maximum queue size|PEFT cache is full", Overloaded),
-        (r"Please send LoRA weights with request", Unavailable),  # the next one does (request_id_streams.py)
-        (r"request timeout expired", DeadlineExceeded),
-        (r"protocol is restricted", PermissionDenied),
-        (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),
-        (r"unknown model|model .* (is )?not found|failed to find", ModelNotFound),
-        (r"cancell?ed", Cancelled),
-        (r"unexpected (inference )?(input|output|shape)|data-?type is|expected \d+ inputs", InvalidArgument),
-        (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", InvalidArgument),
+        (r"exceeds maximum queue size|PEFT cache is full", errors.Overloaded),
+        # The next request does (request_id_streams.py).
+        (r"Please send LoRA weights with request", errors.Unavailable),
+        (r"request timeout expired", errors.DeadlineExceeded),
+        (r"protocol is restricted", errors.PermissionDenied),
+        (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", errors.Unavailable),
+        (r"unknown model|model .* (is )?not found|failed to find", errors.ModelNotFound),
+        (r"cancell?ed", errors.Cancelled),
+        (r"unexpected (inference )?(input|output|shape)|data-?type is|expected \d+ inputs", errors.InvalidArgument),
+        (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", errors.InvalidArgument),
     )
 )
 
@@ -82,8 +73,8 @@ def from_error_message(text: str) -> TridentError:
     """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
     words = _without_prefix(text)
     if _WRONG_REQUEST.match(words):
-        return InvalidArgument("", text)
-    return errors.from_text(words) or _from_words(words, EngineFailed)
+        return errors.InvalidArgument("", text)
+    return errors.from_text(words) or _from_words(words, errors.EngineFailed)
 
 
 def from_call(exc: grpc.RpcError, url: str) -> TridentError:
@@ -95,18 +86,18 @@ def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint
     """The error a gRPC status means. ``url`` is named where the server could not be reached."""
     ours = errors.from_text(details)
     if ours is None:
-        fallback = errors.BY_GRPC_STATUS.get(code.name, EngineFailed)
+        fallback = errors.BY_GRPC_STATUS.get(code.name, errors.EngineFailed)
         if code is grpc.StatusCode.NOT_FOUND:
-            fallback = ModelNotFound
+            fallback = errors.ModelNotFound
         if never_reached(code, details):
-            ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
+            ours = errors.Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
         elif code is grpc.StatusCode.UNIMPLEMENTED:
-            ours = EngineFailed(f"{url or 'the server'} does not offer this call: {details}")
+            ours = errors.EngineFailed(f"{url or 'the server'} does not offer this call: {details}")
         elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             ours = _from_words(details, fallback)
         else:
             ours = errors.make(fallback, details or code.name)
-    if hint and hint.after_s is not None and isinstance(ours, Overloaded | Unavailable):
+    if hint and hint.after_s is not None and isinstance(ours, errors.Overloaded | errors.Unavailable):
         ours.retry_after_s = hint.after_s
     return ours
 
@@ -152,13 +143,13 @@ def _retry_info_s(data: bytes) -> list[float]:
 def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
     for pattern, error in _TRITON_PHRASES:
         if pattern.search(text):
-            return InvalidArgument("", text) if error is InvalidArgument else error(text)
+            return errors.InvalidArgument("", text) if error is errors.InvalidArgument else error(text)
     return errors.make(fallback, text)
 
 
-def unreadable(problem: Exception) -> EngineFailed:
+def unreadable(problem: Exception) -> errors.EngineFailed:
     """Return the error for bytes that are not a response; raise it from ``problem``."""
-    return EngineFailed(f"the server sent an unreadable response: {problem}")
+    return errors.EngineFailed(f"the server sent an unreadable response: {problem}")
 
 
 def never_reached(code: grpc.StatusCode, details: str) -> bool:

@@ -6,6 +6,7 @@ and no tritonclient.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from functools import lru_cache
@@ -43,8 +44,6 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
             inputs.append((tensor, list(value) if isinstance(value, tuple) else [value]))
     if request.echo:
         inputs.append(("exclude_input_in_output", [False]))
-    if not request.skip_special_tokens:
-        inputs.append(("skip_special_tokens", [False]))
     if request.guide is not None:
         inputs.append(("guided_decoding_guide_type", [request.guide.kind]))
         if request.guide.text:
@@ -69,7 +68,7 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
 _OPTIONAL = tuple(
     (name, {"adapter": "lora_name", "stop": "stop_words"}.get(name, name), getattr(GenerationRequest, name))
     for name in ("tools", "chat_template_kwargs", "input_ids", "truncate_prompt_tokens", "adapter")
-    + ("continue_ids", "stop", "stop_token_ids", "bad_words")
+    + ("continue_ids", "stop", "stop_token_ids", "bad_words", "skip_special_tokens")
 )
 _RENAMED = {
     "log_probs": "return_log_probs",
@@ -89,9 +88,13 @@ def stop(request_id: str, model: str = "engine") -> bytes:
 
 
 def infer_request(
-    model: str, request_id: str, inputs: list[tuple[str, str, list]], parameters: dict[str, bool | int | str]
+    model: str,
+    request_id: str,
+    inputs: list[tuple[str, str, list]],
+    parameters: dict[str, bool | int | str],
+    rows: int = 1,
 ) -> bytes:
-    """ModelInferRequest of tensors ``(name, datatype, values)``, each of shape [1, len(values)].
+    """ModelInferRequest of tensors ``(name, datatype, values)``, each of shape [rows, len(values) / rows].
 
     Raises InvalidArgument for text that is none.
     """
@@ -100,20 +103,21 @@ def infer_request(
         head.append(_named_parameter(key, value))
     raw = []
     for name, datatype, values in inputs:
-        head.append(_described(name, datatype, len(values)))
-        try:
-            once = len(values) > 1 or datatype not in _WHOLE
-            raw.append(chunk(7, _raw(datatype, values)) if once else _number(datatype, values[0]))
-        except UnicodeEncodeError as exc:
-            problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
-            raise InvalidArgument(name, problem) from exc
+        head.append(_described(name, datatype, rows, len(values) // rows))
+        if datatype == "BYTES":
+            names = [name] if rows == 1 else [f"{name}[{row}]" for row in range(rows)]
+            raw.append(chunk(7, b"".join(map(_text_element, itertools.cycle(names), values))))
+        elif len(values) == 1 and datatype in _WHOLE:
+            raw.append(_number(datatype, values[0]))
+        else:
+            raw.append(chunk(7, _raw(datatype, values)))
     return b"".join(head + raw)
 
 
 @lru_cache(maxsize=256)
-def _described(name: str, datatype: str, count: int) -> bytes:
-    """An InferInputTensor of shape [1, count], the same from one request to the next."""
-    return chunk(5, text(1, name) + text(2, datatype) + chunk(3, b"\x01" + varint(count)))
+def _described(name: str, datatype: str, rows: int, columns: int) -> bytes:
+    """An InferInputTensor of that shape, the same from one request to the next."""
+    return chunk(5, text(1, name) + text(2, datatype) + chunk(3, varint(rows) + varint(columns)))
 
 
 @lru_cache(maxsize=1024)
@@ -141,10 +145,21 @@ def _parameter(value: bool | int | float | str) -> bytes:
     return chunk(3, value.encode())
 
 
+def utf8(field: str, value: str) -> bytes:
+    """Raises InvalidArgument for ``field``: the value is no text."""
+    try:
+        return value.encode()
+    except UnicodeEncodeError as exc:
+        problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
+        raise InvalidArgument(field, problem) from exc
+
+
+def _text_element(field: str, value: str) -> bytes:
+    data = utf8(field, value)
+    return struct.pack("<I", len(data)) + data
+
+
 def _raw(datatype: str, values: list) -> bytes:
-    if datatype == "BYTES":
-        encoded = [value.encode() for value in values]
-        return b"".join(struct.pack("<I", len(data)) + data for data in encoded)
     if datatype == "FP32":
         values = [_fp32(value) for value in values]
     return struct.pack(f"<{len(values)}{STRUCT_CODES[datatype]}", *values)

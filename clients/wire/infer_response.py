@@ -204,10 +204,7 @@ def _names_end(data: bytes, at: int) -> int:
 
 
 def _read_raws(data: bytes, at: int, outputs: Sequence[_Output], stops: bool = False) -> list | None:
-    """A delta's values out of the raw contents that begin at ``at``, or None if anything else stands there.
-
-    stops: leave out what stands behind an empty finish_reason.
-    """
+    """A delta's values out of the raw contents at ``at``; ``stops``: up to an empty finish_reason. None: no such."""
     values = list(_NOTHING)
     end = len(data)
     for slot, code, width, unpack_one in outputs:

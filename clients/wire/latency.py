@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ class Stopwatch:
     first_s: float | None = None
     last_s: float | None = None
     tokens: int = 0
-    deltas: int = 0
     gaps_s: list[tuple[float, int]] = field(default_factory=list)  # (time since the delta before, tokens it brought)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,6 @@ class Stopwatch:
             self.gaps_s.append((now_s - self.last_s, count))
         self.last_s = now_s
         self.tokens += count
-        self.deltas += 1
 
     @property
     def ttft_s(self) -> float | None:
@@ -60,18 +59,5 @@ class Stopwatch:
 
     def inter_token_s(self, fraction: float) -> float | None:
         """The quantile of the time between tokens, each token counted; None with fewer than two deltas."""
-        return weighted_quantile([(gap_s / count, count) for gap_s, count in self.gaps_s], fraction)
-
-
-def weighted_quantile(values: list[tuple[float, int]], fraction: float) -> float | None:
-    """The smallest value that at least ``fraction`` of the weight does not exceed, or None without values."""
-    total = sum(weight for _, weight in values)
-    if not total:
-        return None
-    reached = 0
-    ordered = sorted(values)
-    for value, weight in ordered:
-        reached += weight
-        if reached >= fraction * total:
-            return value
-    return ordered[-1][0]
+        times_s = sorted(gap_s / count for gap_s, count in self.gaps_s for _ in range(count))
+        return times_s[max(0, math.ceil(fraction * len(times_s)) - 1)] if times_s else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clients.wire.arguments import GenerateArguments
 from clients.wire.connection import new_request_id, sendable
+from clients.wire.infer_request import utf8
 from contract.errors import InvalidArgument
 from contract.generation import INT32_MAX, GenerationRequest, Guide, SamplingParams
 
@@ -34,10 +35,7 @@ _NAMES = {"text_input": "prompt", "guided_decoding_guide_type": "guide.kind", "g
 
 
 def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> GenerationRequest:
-    """Build a valid request from the arguments of ``generate``.
-
-    Raises InvalidArgument that names the argument and what is allowed.
-    """
+    """Build a valid request from the arguments of ``generate``. Raises InvalidArgument that names the wrong one."""
     arguments = {name: _plain(value) for name, value in given.items()}
     for name in arguments:
         if name not in _ARGUMENTS:
@@ -100,11 +98,7 @@ def _plain(value: Any) -> Any:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(name, f"must be text, got {value!r:.100}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as exc:
-        problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
-        raise InvalidArgument(name, problem) from exc
+    utf8(name, value)
     return value
 
 

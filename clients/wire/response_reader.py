@@ -86,20 +86,19 @@ class ResponseReader:
         broken = self.started and status.code() is grpc.StatusCode.UNAVAILABLE
         if broken or status.code() is grpc.StatusCode.CANCELLED:
             # A server sends its errors in band, and our own cancels do not come here: it is stopping, or gone.
-            return Unavailable(f"{url} ended the call {self._position('before the first token')}: {details}"), hint
+            return Unavailable(f"{url} ended the call {self._position()}: {details}"), hint
         return failures.from_rpc(status.code(), details, url, hint), hint
 
     def deadline_error(self) -> DeadlineExceeded:
         """Return the error of a request whose deadline has passed."""
-        position = self._position("before the first token")
-        return DeadlineExceeded(f"the deadline of {self.timeout_s:g} s passed {position}")
+        return DeadlineExceeded(f"the deadline of {self.timeout_s:g} s passed {self._position()}")
 
     def truncation_error(self, url: str) -> Unavailable:
         """Return the error of a stream that the server closed without a final response."""
         position = self._position("without a response")
         return Unavailable(f"{url} closed the stream {position}, with no final response")
 
-    def _position(self, at_start: str) -> str:
+    def _position(self, at_start: str = "before the first token") -> str:
         return f"after {self.tokens} tokens" if self.started else at_start
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from clients.wire.failures import RetryHint
 from contract.errors import InvalidArgument, TridentError
 
+_RANDOM = random.Random()
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -69,10 +71,10 @@ class RetryBudget:
 class RetrySchedule:
     """The retries of one request."""
 
-    def __init__(self, policy: RetryPolicy, budget: RetryBudget, rng: random.Random) -> None:
-        self._policy, self._budget, self._rng = policy, budget, rng
+    def __init__(self, policy: RetryPolicy, budget: RetryBudget | None = None, rng: random.Random = _RANDOM) -> None:
+        self._policy, self._budget, self._rng = policy, budget or RetryBudget(), rng
         self.failures = 0
-        budget.earn()
+        self._budget.earn()
 
     def wait_s(
         self, error: TridentError, hint: RetryHint, remaining_s: float, alternative: bool = False

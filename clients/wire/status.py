@@ -48,10 +48,7 @@ class Model:
 
 
 def from_readiness(ready: Mapping[str, bool]) -> list[Model]:
-    """Return the models that are ready, and those that the server needs and that are not.
-
-    ready: by name, for KNOWN_MODELS.
-    """
+    """Return the models that are ready, and those that the server needs and that are not, of all KNOWN_MODELS."""
     needed = () if ready[encoder.MODEL] else _NEEDED
     shown = [name for name in ready if ready[name] or name in needed]
     return [Model(name, state="READY" if ready[name] else "UNAVAILABLE") for name in shown]

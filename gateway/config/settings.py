@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_settings import NoDecode
 
 from clients.replica_set import discovery, picks
 from clients.wire.connection import TLS
@@ -92,11 +91,9 @@ Url = Annotated[str, AfterValidator(_url), Allowed("http://… or https://…")]
 File = Annotated[AbsolutePath, AfterValidator(_existing)]
 SecretFile = Annotated[File | None, Allowed("a file with nothing else")]
 PemFile = Annotated[File | None, Allowed("a PEM file")]
-Pairs = Annotated[Mapping[str, str], NoDecode, BeforeValidator(_pairs)]
-Urls = Annotated[Mapping[str, Url], NoDecode, BeforeValidator(_pairs)]
-Weights = Annotated[
-    Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]], NoDecode, BeforeValidator(_pairs)
-]
+Pairs = Annotated[Mapping[str, str], BeforeValidator(_pairs)]
+Urls = Annotated[Mapping[str, Url], BeforeValidator(_pairs)]
+Weights = Annotated[Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]], BeforeValidator(_pairs)]
 
 
 class Settings(EnvironmentSettings):
@@ -130,8 +127,9 @@ class Settings(EnvironmentSettings):
         description="shares of the pools, such as `stable=95,canary=5`; unset: equal shares; 0: pinned tenants only; "
         "section [pools] of the file wins",
     )
-    encoders: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed), Allowed("NAME,NAME")] = Field(
-        (), description="pools of encoders, for embeddings and scores; section [pools] of the file too"
+    encoders: Annotated[tuple[str, ...], BeforeValidator(_listed), Allowed("NAME,NAME")] = Field(
+        (),
+        description="pools whose replicas serve encoders, for embeddings and scores; section [pools] of the file too",
     )
     metrics_port: Port = Field(8002, description="port of the replicas' /metrics, which is scraped; 0: not at all")
     metrics_urls: Annotated[Urls, Allowed("HOST:PORT=URL,HOST:PORT=URL, each http://… or https://…")] = Field(

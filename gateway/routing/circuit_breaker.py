@@ -1,6 +1,6 @@
 """The circuit breaker of a replica or upstream. Pure.
 
-Probes take a replica out after three failures and bring it back after two successes (``replica_set.health``). A deep
+Probes take a replica out after three failures and bring it back after two successes (``replica_set.replica``). A deep
 probe generates one greedy token and compares its digest, so that a replica that generates wrong tokens is taken
 out too. The breaker observes real requests and reacts at once where probes need half a minute.
 """

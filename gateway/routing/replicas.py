@@ -23,9 +23,8 @@ import grpc.aio
 from clients.replica_set import costs, picks
 from clients.replica_set.costs import Costs
 from clients.replica_set.discovery import Discovery
-from clients.replica_set.health import HealthPolicy
 from clients.replica_set.picks import RoutingRequest
-from clients.replica_set.replica import Replica, ReservedCall
+from clients.replica_set.replica import HealthPolicy, Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import encoder_call, infer_request, protobuf
 from clients.wire.connection import DEFAULT_MODEL, TLS, Connection

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clients.replica_set import picks
-from clients.replica_set.picks import Pick, RoutingRequest, occupancy
+from clients.replica_set.picks import Pick, ReplicaLoad, RoutingRequest, occupancy
 from contract.errors import Unavailable
-from contract.load import ReplicaLoad
 
 LIGHT = 0.25  # of the slots: so few requests are worth a computed prompt
 NEARLY_FULL = 0.95  # of the KV cache: what comes on top would wait for blocks

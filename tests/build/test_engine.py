@@ -416,7 +416,8 @@ def test_plan_manifest_and_preflight_name_the_same_memory(checkpoint, tmp_path, 
     build(made, tmp_path)
     assert load(tmp_path / "tiny").memory_bytes == need
     with pytest.raises(Unavailable, match=f"4000000 tokens of KV cache take {need / 2**30:.1f} GiB, and 0.1 GiB"):
-        preflight.check(load(tmp_path / "tiny"), tmp_path / "tiny", available_bytes=lambda: 2**30 // 10)
+        monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 2**30 // 10)
+        preflight.check(load(tmp_path / "tiny"), tmp_path / "tiny")
     monkeypatch.setattr(hardware, "memory_bytes", lambda: need - 1)
     with pytest.raises(Refused, match=f"tiny is refused by C5: .*take {need / 2**30:.1f} GiB, and this machine has"):
         build(dataclasses.replace(made, max_num_tokens=65), tmp_path)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from clients.replica_set.costs import Cost, Costs, Observation
-from clients.replica_set.picks import Pick, RoutingRequest
-from contract.load import ReplicaLoad
+from clients.replica_set.picks import Pick, ReplicaLoad, RoutingRequest
 
 BYTES_PER_TOKEN = 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from clients import BalancedClient, RetryPolicy
 from clients.replica_set import picks
-from clients.replica_set.health import HealthPolicy
+from clients.replica_set.replica import HealthPolicy
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, Unavailable
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
@@ -200,7 +200,7 @@ async def test_sessions_stay_together() -> None:
 
 
 async def test_chats_with_one_beginning_stay_together() -> None:
-    async with fleet(4) as replicas, BalancedClient(urls(replicas), pick=picks.prefix_affinity()) as client:
+    async with fleet(4) as replicas, BalancedClient(urls(replicas), pick=picks.prefix_affinity) as client:
         chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
         for _ in range(5):
             answer = await client.complete(messages=chat, max_tokens=1)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from clients import AsyncClient, chat, exits
+from clients import AsyncClient, chat, terminal
 from tests.fakes.replica import replica_in_thread
 
 
@@ -23,7 +23,7 @@ def test_every_turn_sends_the_whole_history(typed, capsys):
     typed("one", "two")
     with replica_in_thread() as replica:
         client = AsyncClient(replica.url)
-        assert chat.converse(client, "be brief", {"max_tokens": 2}, False) == exits.OK
+        assert chat.converse(client, "be brief", {"max_tokens": 2}, False) == terminal.OK
         histories = [json.loads(seen.value("messages")) for seen in replica.seen]
     assert [message["role"] for message in histories[0]] == ["system", "user"]
     assert [message["role"] for message in histories[1]] == ["system", "user", "assistant", "user"]
@@ -32,7 +32,7 @@ def test_every_turn_sends_the_whole_history(typed, capsys):
 def test_reset_begins_anew_and_quit_ends(typed, capsys):
     typed("one", "/reset", "two", "/nonsense", "/quit", "three")
     with replica_in_thread() as replica:
-        assert chat.converse(AsyncClient(replica.url), "", {"max_tokens": 2}, False) == exits.OK
+        assert chat.converse(AsyncClient(replica.url), "", {"max_tokens": 2}, False) == terminal.OK
         assert [len(json.loads(seen.value("messages"))) for seen in replica.seen] == [1, 1]
     assert "no such command: /nonsense" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clients import TLS, command_line, exits
+from clients import TLS, command_line, terminal
 from clients.wire.failures import RetryHint
 from contract import errors
 from contract.errors import BY_NAME, TridentError
@@ -97,8 +97,8 @@ def test_streams_that_are_closed_or_full_are_no_traceback(
 
 
 def test_nothing_but_the_error_is_said_of_a_connection_that_fails(threaded_replica) -> None:
-    ours = ("--tls-root", f"{CERTIFICATES}/ca.pem", "--tls-cert", f"{CERTIFICATES}/client.pem")
-    done = run(threaded_replica, "x", *ours, "--tls-key", f"{CERTIFICATES}/server.key", "--retries", "0")
+    ours = ("--tls-root", f"{CERTIFICATES}/ca.pem")  # the replica does not speak TLS
+    done = run(threaded_replica, "x", *ours, "--retries", "0")
     assert done.returncode == 6
     assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["error:", ""]
 
@@ -194,27 +194,33 @@ def test_each_kind_of_error_has_its_exit_code_and_one_line(
 def test_every_error_has_a_code_and_help_shows_it() -> None:
     for kind in BY_NAME.values():
         if kind is not TridentError:
-            code = exits.code_for(errors.make(kind, "f: x"))
-            assert f"\n  {code:>3}  " in "\n" + exits.table()
+            code = terminal.exit_code(errors.make(kind, "f: x"))
+            assert f"\n  {code:>3}  " in "\n" + terminal.exit_codes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["x", "--top-p", "2"], "top_p: must be a finite number"),
-        (["x", "--cancel-after", "0"], "--cancel-after: must be 1 or more, got 0"),
         (["x", "--header", "novalue"], "--header: must be NAME=VALUE, got 'novalue'"),
-        (["x", "--retries", "-1"], "--retries: must be 0 or more, got -1"),
         (["x", "--url", "http://a:1"], "url: must be HOST:PORT"),
         (["x", "--url", ""], "url: must be HOST:PORT"),
         (["x", "--header", "x-bin=1"], "metadata: got the key 'x-bin'"),
-        (["x", "--tls-root", __file__], "tls.root: there is no certificate in"),
+        (["x", "--tls-root", __file__], "tls.root: must be a certificate in PEM, got"),
         (["stop", "\u00fc"], "request_id: must be at most 256 printable ASCII characters, got '\u00fc'"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str, capsys) -> None:
     assert command_line.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "allowed", "given"), [("--cancel-after", 1, 0), ("--retries", 0, -1)])
+def test_a_count_below_the_least_is_refused(option: str, allowed: int, given: int, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["x", option, str(given)])
+    assert ended.value.code == 2
+    assert f"argument {option}: must be {allowed} or more, got {given}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "health", "models", "stop", "demo"])
@@ -290,7 +296,7 @@ def test_the_known_models_are_checked_where_the_index_is_restricted(monkeypatch,
 def test_an_answer_that_was_stopped_is_told_from_a_whole_one(threaded_replica, playlist) -> None:
     playlist.set(Script(("a", "b"), FinishReason.CANCELLED))
     done = run(threaded_replica, "x")
-    assert (done.returncode, done.stdout) == (exits.CUT_SHORT, "ab\n")
+    assert (done.returncode, done.stdout) == (terminal.CUT_SHORT, "ab\n")
 
 
 def test_credentials_and_headers_travel(threaded_replica) -> None:
@@ -322,7 +328,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(threaded_replica, playlist) -> 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(5)
         process.stdout.close()
-        assert process.wait(60) == exits.PIPE_CLOSED
+        assert process.wait(60) == terminal.PIPE_CLOSED
         assert process.stderr.read() == b""
 
 
@@ -332,7 +338,7 @@ def test_ctrl_c_cancels_and_ends_with_130(threaded_replica, playlist) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(3) == "abc"
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == exits.INTERRUPTED
+        assert process.wait(60) == terminal.INTERRUPTED
         errors_shown = process.stderr.read()
     assert "Traceback" not in errors_shown and "ended by: unfinished" in errors_shown
     assert one_is_cancelled(threaded_replica)

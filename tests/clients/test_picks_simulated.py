@@ -128,6 +128,10 @@ def test_one_popular_prefix_spreads_over_the_fleet_instead_of_drowning_one_repli
         return Job(now_s, 500, rng.randint(20, 60), 64, "the one", 450)
 
     bounded = play("prefix_affinity", viral, 40, GPU)
-    unbounded = simulate(picks.prefix_affinity(1e9), poisson(40, 2000, random.Random(1), viral), GPU)
+    unbounded = simulate(
+        lambda loads, request, rng: picks.home(request.prefix, loads, 1e9),
+        poisson(40, 2000, random.Random(1), viral),
+        GPU,
+    )
     assert len(unbounded.shares) == 1 and len(bounded.shares) == 4
     assert bounded.ttft(0.9) < 0.1 * unbounded.ttft(0.9)

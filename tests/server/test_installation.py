@@ -86,10 +86,10 @@ def test_numpy_2_is_refused_because_it_corrupts_tensors():
 
 def test_an_old_or_foreign_c_library_is_refused():
     with pytest.raises(Unavailable, match="glibc 2.35 or newer .*this system has 2.31"):
-        installation.check_glibc((2, 31))
+        installation.check_glibc("glibc", "2.31")
     with pytest.raises(Unavailable, match="this system has another C library"):
-        installation.check_glibc(None)
-    installation.check_glibc((2, 35))
+        installation.check_glibc("", "")
+    installation.check_glibc("glibc", "2.35")
 
 
 def test_a_missing_libpython_is_refused_with_two_remedies():

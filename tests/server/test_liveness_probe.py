@@ -38,6 +38,8 @@ def test_the_request_is_for_one_token_of_the_ensemble():
     ("script", "outcome"),
     [
         (Script(("a",), FinishReason.LENGTH), Outcome.PASSED),
+        (Script(("a",), FinishReason.STOP), Outcome.PASSED),
+        (Script(("a",), FinishReason.CANCELLED), Outcome.FAILED),
         (Script(refuse=Overloaded("full")), Outcome.BUSY),
         (Script(("a",), stall_after=0), Outcome.TIMED_OUT),
         (Script(("a",), fail_after=0, error=EngineFailed("gone")), Outcome.FAILED),
@@ -50,28 +52,22 @@ def test_each_probe_has_its_own_id_and_is_judged_by_its_answer(script, outcome):
         port = int(server.url.rpartition(":")[2])
         for _ in range(2):
             timeout_s = 0.5 if outcome is Outcome.TIMED_OUT else 60.0
-            assert asyncio.run(liveness_probe.probe(Settings(grpc_port=port), timeout_s)).outcome is outcome
+            settings = Settings(grpc_port=port, canary_timeout_s=timeout_s)
+            assert asyncio.run(liveness_probe.probe(settings)).outcome is outcome
         assert len({seen.id for seen in server.seen}) == 2
 
 
 async def test_a_server_that_just_came_up_passes_while_other_connections_still_back_off(unused_tcp_port):
     url, script = f"127.0.0.1:{unused_tcp_port}", Script(("a",), FinishReason.LENGTH)
     options = Connection(url).options()
-    settings = Settings(grpc_port=unused_tcp_port)
+    settings = Settings(grpc_port=unused_tcp_port, canary_timeout_s=60.0)
     async with grpc.aio.insecure_channel(url, options) as other:
         other.get_state(try_to_connect=True)
         while other.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             await asyncio.sleep(0)
-        assert (await liveness_probe.probe(settings, 60.0)).outcome is Outcome.FAILED
+        assert (await liveness_probe.probe(settings)).outcome is Outcome.FAILED
         async with await FakeReplica(lambda seen: script).start(port=unused_tcp_port):
-            assert await liveness_probe.probe(settings, 60.0) == ProbeResult(Outcome.PASSED)
-
-
-def test_a_stream_that_stops_or_reaches_its_length_passes():
-    for finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
-        assert liveness_probe.result_of_finish(finish_reason) == ProbeResult(Outcome.PASSED)
-    for finish_reason in (FinishReason.CANCELLED, None):
-        assert liveness_probe.result_of_finish(finish_reason).outcome is Outcome.FAILED
+            assert await liveness_probe.probe(settings) == ProbeResult(Outcome.PASSED)
 
 
 def test_a_full_queue_is_busy_and_any_other_error_is_a_failure():

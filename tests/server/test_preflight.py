@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest, sha256_file
-from server import preflight
+from server import machine, preflight
 from server.machine import Gpu, Machine
 from tests.fakes import manifests
 
@@ -43,20 +44,26 @@ def manifest(folder, **changes) -> EngineManifest:
 
 def gpu_manifest(folder, **changes) -> EngineManifest:
     versions = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48", "driver": "590.44.01"}
-    return manifest(folder, **({"kind": "trtllm", "sm": 90, "image": IMAGE, "versions": versions} | changes))
+    gpu = {"kind": "trtllm", "sm": 90, "image": IMAGE, "versions": versions, "kv_cache_precision": "auto"}
+    return manifest(folder, **(gpu | changes))
 
 
 def check_cpu(folder, made, installed=None, available=64 * GIB):
     installed = installed or {"openvino": "2026.4.1-1", "openvino-genai": "2026.4.1.0"}
-    preflight.check(made, folder, inspect=not_called, package=installed.get, available_bytes=lambda: available)
+    with (
+        patch.object(preflight, "free_memory_bytes", lambda: available),
+        patch.multiple(machine, inspect=not_called, package=installed.get),
+    ):
+        preflight.check(made, folder)
 
 
 def not_called() -> Machine:
     raise AssertionError("a CPU engine needs no GPU")
 
 
-def check_gpu(folder, made, machine=GPU, package={"tensorrt_llm": "1.2.1"}.get):
-    preflight.check(made, folder, inspect=lambda: machine, package=package)
+def check_gpu(folder, made, here=GPU, package={"tensorrt_llm": "1.2.1"}.get):
+    with patch.multiple(machine, inspect=lambda: here, package=package):
+        preflight.check(made, folder)
 
 
 def problem(check, *arguments) -> str:
@@ -69,7 +76,6 @@ def problem(check, *arguments) -> str:
 
 def test_an_engine_that_fits_the_machine_passes(folder):
     check_cpu(folder, manifest(folder))
-    preflight.check(manifest(folder), folder, package={"openvino": "2026.4.1-1", "openvino-genai": "2026.4.1.0"}.get)
     check_gpu(folder, gpu_manifest(folder))
     check_gpu(folder, gpu_manifest(folder), replace(GPU, driver="610.1"))
     check_gpu(folder, gpu_manifest(folder, recipe={"tp": 2, "pp": 1}))
@@ -111,9 +117,9 @@ def test_another_openvino_is_named(folder, installed, expected):
 
 
 def test_a_pool_that_does_not_fit_is_named_with_its_size(folder):
-    # 2 x 8 layers x 2 KV heads x 64 x 2 bytes = 4 KiB a token
-    message = problem(check_cpu, folder, manifest(folder, kv_cache_tokens=4 * 1024**2), None, 8 * GIB)
-    assert "4194304 tokens of KV cache take 16.3 GiB, and 8.0 GiB of memory are free" in message
+    made = manifest(folder, kv_cache_tokens=4 * 1024**2, memory_bytes=17 * GIB)
+    message = problem(check_cpu, folder, made, None, 8 * GIB)
+    assert "4194304 tokens of KV cache take 17.0 GiB, and 8.0 GiB of memory are free" in message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from server.recovery import (
     BecameReady,
     Drain,
     GiveUp,
-    NoAction,
     ProbeFailed,
     ProbePassed,
     Record,
@@ -64,7 +63,7 @@ def test_the_exit_of_a_tokenizer_stub_reloads_the_tokenizer():
     assert (record.state, record.restarts, record.reloads) == (State.RESTARTING, 0, 1)
     assert record.reason == "tokenizer process exited; reloading the tokenizer, streams in flight continue"
     record, action = after(record, BecameReady())
-    assert action == NoAction() and record.state is State.READY and record.reason == ""
+    assert action is None and record.state is State.READY and record.reason == ""
 
 
 def test_an_exit_during_a_reload_and_a_failed_reload_restart_the_server():
@@ -81,7 +80,7 @@ def test_an_exit_code_is_described_by_its_signal_or_number(code, text):
 
 def test_three_liveness_probes_in_a_row_must_fail():
     record, action = after(READY, ProbeFailed("slow"), ProbeFailed("slow"), ProbePassed(), ProbeFailed("slow"))
-    assert action == NoAction() and record.state is State.READY
+    assert action is None and record.state is State.READY
     record, action = after(record, ProbeFailed("slow"), ProbeFailed("no token within 5 s"))
     assert action == Restart(0.0) and "no token within 5 s" in record.reason
 
@@ -140,7 +139,7 @@ def test_invariants_of_every_sequence_of_events(history):
         assert record.state is not State.READY or before.state is State.READY or isinstance(event, BecameReady)
         # Draining and failed are final.
         if before.state in (State.DRAINING, State.FAILED):
-            assert (record, action) == (before, NoAction())
+            assert (record, action) == (before, None)
         # Counters count actions; every action has a reason and the matching state.
         assert record.restarts - before.restarts == isinstance(action, Restart)
         assert record.reloads - before.reloads == isinstance(action, Reload)
@@ -162,4 +161,4 @@ def test_a_failure_with_running_streams_ends_them_with_its_error():
 
 def test_a_probe_that_fails_during_a_restart_is_not_counted():
     restarting = replace(READY, state=State.RESTARTING, failed_probes=2)
-    assert decide(restarting, ProbeFailed("no such model"), 60.0) == (restarting, NoAction())
+    assert decide(restarting, ProbeFailed("no such model"), 60.0) == (restarting, None)

@@ -92,7 +92,7 @@ def test_the_environment_is_read_only_when_it_is_passed(monkeypatch):
 def test_an_unknown_override_is_refused_by_name():
     with pytest.raises(InvalidArgument) as refusal:
         Settings.from_environment({}, port=8001)
-    assert refusal.value.field == "TRIDENT_PORT"
+    assert refusal.value.field == "port"
 
 
 def test_a_refused_key_is_not_shown():

@@ -1,4 +1,4 @@
-"""Errors and last lines of tritonserver's log."""
+"""Errors of tritonserver's log."""
 
 from server import triton_log
 
@@ -45,14 +45,9 @@ def test_without_errors_the_last_lines_are_returned_without_tables(tmp_path):
     file = tmp_path / "log"
     file.write_text("a line\n+--+\n| x |\nanother line\n")
     assert triton_log.errors(file) == "a line\nanother line"
-    assert triton_log.tail(file, 1) == "another line"
-
-
-def test_a_missing_log_has_no_errors(tmp_path):
-    assert triton_log.errors(tmp_path / "none") == ""
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path):
     file = tmp_path / "log"
     file.write_text("x" * triton_log.READ_BYTES + "\nthe end\n")
-    assert triton_log.tail(file, 1) == "the end" and len(triton_log.tail(file)) <= triton_log.READ_BYTES
+    assert triton_log.errors(file).endswith("\nthe end") and len(triton_log.errors(file)) <= triton_log.READ_BYTES

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.replica_set.health import Health, HealthPolicy
+from clients.replica_set.replica import Health, HealthPolicy
 from contract.errors import InvalidArgument
 
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.replica_set import picks
-from clients.replica_set.picks import RoutingRequest
-from contract.errors import InvalidArgument, Unavailable
-from contract.load import ReplicaLoad
+from clients.replica_set.picks import ReplicaLoad, RoutingRequest
+from contract.errors import Unavailable
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "picks.json").read_text())
 
@@ -47,7 +46,7 @@ def test_the_vectors_cover_every_pick() -> None:
 
 def test_a_key_may_hold_what_json_can_hold() -> None:
     request = RoutingRequest(prefix=json.loads('"\\ud800"'))
-    assert len(chosen(picks.prefix_affinity(), fleet(0, 0), 9, request)) == 1
+    assert len(chosen(picks.prefix_affinity, fleet(0, 0), 9, request)) == 1
 
 
 def test_round_robin_gives_each_its_turn_whatever_the_load() -> None:
@@ -134,7 +133,7 @@ def test_when_a_replica_leaves_only_its_own_conversations_move(replicas: int) ->
 
 
 def test_a_conversation_stays_where_it_is_while_the_others_are_no_emptier() -> None:
-    pick, request = picks.session_affinity(), RoutingRequest(session="one")
+    pick, request = picks.session_affinity, RoutingRequest(session="one")
     home = picks.rendezvous("one", fleet(0, 0, 0))[0].name
     for outstanding in ((0, 0, 0), (4, 4, 4), (10, 10, 10)):
         assert set(chosen(pick, fleet(*outstanding), 20, request)) == {home}
@@ -143,19 +142,13 @@ def test_a_conversation_stays_where_it_is_while_the_others_are_no_emptier() -> N
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.floats(1.05, 3), st.text(min_size=1, max_size=5))
 def test_affinity_never_exceeds_its_bound_on_the_mean_load(outstanding: list[int], bound: float, key: str) -> None:
     loads = fleet(*outstanding)
-    picked = picks.session_affinity(bound)(loads, RoutingRequest(session=key), random.Random(0))
+    picked = picks.home(key, loads, bound)
     assert picked.outstanding + 1 <= math.ceil(bound * (sum(outstanding) + 1) / len(outstanding))
 
 
 def test_without_a_session_or_prefix_load_decides() -> None:
-    for pick in (picks.session_affinity(), picks.prefix_affinity()):
+    for pick in (picks.session_affinity, picks.prefix_affinity):
         assert set(chosen(pick, fleet(5, 0), 20)) == {"r1"}
-    assert set(chosen(picks.prefix_affinity(otherwise=picks.round_robin), fleet(5, 0), 20)) == {"r0", "r1"}
-
-
-def test_a_bound_that_leaves_no_room_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="bound: must be more than 1.*, got 1.0"):
-        picks.session_affinity(1.0)
 
 
 def sized(slots: list[int], outstanding: list[int], tokens: list[int] | None = None) -> list[ReplicaLoad]:
@@ -241,7 +234,7 @@ def test_a_replica_that_is_twice_as_fast_has_twice_the_tokens_pending() -> None:
 )
 def test_the_affinity_bound_is_on_the_share_that_capacity_gives(replicas, bound: float, key: str) -> None:
     slots, outstanding = map(list, zip(*replicas, strict=True))
-    picked = picks.session_affinity(bound)(sized(slots, outstanding), RoutingRequest(session=key), random.Random(0))
+    picked = picks.home(key, sized(slots, outstanding), bound)
     share = picked.max_running / sum(slots)
     assert picked.outstanding + 1 <= math.ceil(bound * (sum(outstanding) + 1) * share + 1e-9)
 
@@ -252,3 +245,16 @@ def test_keys_are_spread_by_capacity_and_round_robin_takes_turns_evenly() -> Non
     assert homes["r0"] == pytest.approx(1000, rel=0.1)
     turns = [picks.round_robin(loads, RoutingRequest(turn), random.Random(0)).name for turn in range(400)]
     assert turns.count("r0") == 100 and "r0" in turns[:4] and turns[:8].count("r0") == 2
+
+
+def test_a_replica_without_metrics_yet_is_idle_and_healthy_and_of_unknown_capacity():
+    load = ReplicaLoad("a:8001")
+    assert (load.running, load.waiting, load.kv_usage, load.outstanding) == (0, 0, 0.0, 0)
+    assert load.healthy and (load.max_running, load.tokens_per_s) == (0, 0.0)
+
+
+def test_a_snapshot_stays_what_it_was():
+    load = ReplicaLoad("a:8001", running=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load.running = 4
+    assert dataclasses.replace(load, running=4) != load == ReplicaLoad("a:8001", running=3)

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from clients.replica_set.health import HealthPolicy
-from clients.replica_set.replica import Replica
+from clients.replica_set.replica import HealthPolicy, Replica
 from clients.wire.connection import Connection
 from contract.errors import EngineFailed, Overloaded, Unavailable
 

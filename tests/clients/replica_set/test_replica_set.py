@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from clients.replica_set.health import HealthPolicy
-from clients.replica_set.replica import Replica
+from clients.replica_set.replica import HealthPolicy, Replica
 from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire.connection import Connection
 from contract.errors import Unavailable

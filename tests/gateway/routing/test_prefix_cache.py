@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.replica_set.picks import RoutingRequest
+from clients.replica_set.picks import ReplicaLoad, RoutingRequest
 from contract.generation import GenerationRequest
-from contract.load import ReplicaLoad
 from gateway.routing.prefix_cache import BLOCK_BYTES, MOST_BLOCKS, PrefixCache, blocks
 from gateway.routing.scoring import Candidate, Explanation, Router
 from tests.fakes.replica import FakeReplica, Script, SeenRequest

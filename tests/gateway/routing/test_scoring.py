@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.replica_set import picks
-from clients.replica_set.picks import RoutingRequest
+from clients.replica_set.picks import ReplicaLoad, RoutingRequest
 from contract.errors import Unavailable
-from contract.load import ReplicaLoad
 from gateway.routing.scoring import FILTERS, Candidate, Explanation, Router, choose_pool
 
 

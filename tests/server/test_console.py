@@ -1,7 +1,44 @@
-"""The message of a ready server."""
+"""The message of a ready server, and progress on a terminal and in a file."""
 
-from server.ready_message import ready_message
+import asyncio
+import io
+import re
+
+from server import console
+from server.console import ready_message
 from server.settings import ROOT, Settings
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+async def shown(out, monkeypatch):
+    monkeypatch.setattr(console, "SPIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0.001)
+    async with console.progress("starting", out):
+        while out.getvalue().count("starting") < 3:
+            await asyncio.sleep(0.001)
+    return out.getvalue()
+
+
+async def test_a_terminal_gets_one_line_that_is_cleared_at_the_end(monkeypatch):
+    text = await shown(Terminal(), monkeypatch)
+    assert "\n" not in text and text.endswith("\r\033[K")
+    assert console.SPINNER[0] in text and console.SPINNER[1] in text
+
+
+async def test_a_file_gets_lines_with_the_elapsed_seconds(monkeypatch):
+    lines = (await shown(io.StringIO(), monkeypatch)).splitlines()
+    assert len(lines) >= 3 and all(re.fullmatch(r"  starting … \d+ s", line) for line in lines)
+
+
+async def test_a_short_block_prints_nothing_into_a_file():
+    out = io.StringIO()
+    async with console.progress("starting", out):
+        pass
+    assert out.getvalue() == ""
 
 
 def test_endpoints_and_engine_are_listed():
