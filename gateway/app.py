@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -18,23 +18,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import openapi
-from gateway.api import admin, error_responses, monitoring, samples, usage
-from gateway.api.chat import ChatFormatter
-from gateway.api.completions import CompletionFormatter
+from gateway.api import admin, encoder_http, error_responses, monitoring, samples, tokenization, usage
 from gateway.api.encoder_http import EncoderEndpoint
-from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
-from gateway.api.openai_http import OpenAIEndpoint
+from gateway.api.formatters import ChatFormatter, CompletionFormatter
+from gateway.api.openai_http import OpenAIEndpoint, answered
 from gateway.api.responses.endpoint import ResponsesEndpoint
 from gateway.api.responses.store import ResponseStore
-from gateway.api.tokenization import BODIES as TOKENIZATION_BODIES
-from gateway.api.tokenization import TokenizationEndpoint, model_tokenizer
-from gateway.api.vocabulary import Vocabulary
-from gateway.batch.batch import Batches
+from gateway.api.tokenization import TokenizationEndpoint
+from gateway.batch.endpoints import Batches
 from gateway.cache import semantic_cache
 from gateway.cache.reuse import ResponseReuse
 from gateway.config.tenant import Tenant
 from gateway.models import ServedModel
 from gateway.service import Service
+from gateway.tools.vocabulary import Vocabulary
 
 
 def build(service: Service) -> ASGIApp:
@@ -56,14 +53,6 @@ def build(service: Service) -> ASGIApp:
         prices = service.configuration.policy.prices
         return model.describe(prices.currency if prices else "USD")
 
-    def answered(handle: Callable[[Request, Tenant], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint that sends what ``handle`` returns for a request and its tenant."""
-
-        async def fields(request: Request) -> Any:
-            return await handle(request, await service.tenant(request.headers))
-
-        return error_responses.answering(fields)
-
     async def models(request: Request, tenant: Tenant) -> Any:
         return {"object": "list", "data": [described(model) for model in service.models_of(tenant)]}
 
@@ -72,7 +61,7 @@ def build(service: Service) -> ASGIApp:
 
     async def tokenizer_info(request: Request, tenant: Tenant) -> Any:
         model = service.model_of(request.query_params.get("model", settings.triton_model), tenant)
-        return (await asyncio.to_thread(model_tokenizer, model.rules.tokenizer)).info()
+        return await asyncio.to_thread(tokenization.info, model.rules.tokenizer)
 
     async def schema(request: Request) -> Response:
         # orjson has no integers beyond 64 bits, and the schema's limits exceed them.
@@ -90,24 +79,22 @@ def build(service: Service) -> ASGIApp:
         await reuse.aclose()
         responses.close()
 
+    post = partial(Route, methods=["POST"])
     application = Starlette(
         routes=[
-            Route("/v1/models", answered(models)),
-            Route("/v1/models/{name:path}", answered(get_model)),
-            Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
-            Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
+            Route("/v1/models", answered(service, models)),
+            Route("/v1/models/{name:path}", answered(service, get_model)),
+            post("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary)),
+            post("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary)),
             *ResponsesEndpoint(service, reuse, vocabulary, responses).routes(),
-            *(Route(path, EncoderEndpoint(service, body), methods=["POST"]) for path, body in ENCODER_BODIES.items()),
-            *(
-                Route(path, TokenizationEndpoint(service, body), methods=["POST"])
-                for path, body in TOKENIZATION_BODIES.items()
-            ),
-            Route("/tokenizer_info", answered(tokenizer_info)),
+            *(post(path, EncoderEndpoint(service, kind)) for path, kind in encoder_http.BODIES.items()),
+            *(post(path, TokenizationEndpoint(service, kind)) for path, kind in tokenization.BODIES.items()),
+            Route("/tokenizer_info", answered(service, tokenizer_info)),
             *monitoring.health_routes(service, public=True),
             *admin.routes(service),
             *samples.routes(service),
             *usage.routes(service),
-            Route("/v1/feedback", answered(partial(samples.feedback, service)), methods=["POST"]),
+            post("/v1/feedback", answered(service, partial(samples.feedback, service))),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),
         ],
@@ -129,8 +116,7 @@ def build(service: Service) -> ASGIApp:
 async def _http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "bad_request")
-    status, headers, body = error_responses.plain(
-        exc.status_code, f"{request.method} {request.url.path}: {exc.detail}", code
-    )
+    problem = f"{request.method} {request.url.path}: {exc.detail}"
+    status, headers, body = error_responses.plain(exc.status_code, problem, code)
     allowed = [(key.lower().encode(), value.encode()) for key, value in (exc.headers or {}).items()]
     return error_responses.response(status, [*headers, *allowed], body)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from contract import failpoint
 from contract.errors import InvalidArgument, Unavailable
@@ -26,7 +27,7 @@ class Database:
 
     def __init__(self, path: Path | None, name: str, schema: str, version: int) -> None:
         self.path, self._name = path, name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,14 @@ class Database:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit all or nothing. IMMEDIATE: two processes that read and then write cannot deadlock."""
+        """Commit all or nothing; inside another transaction of the thread, be a part of that.
+
+        IMMEDIATE: two processes that read and then write cannot deadlock.
+        """
         with self._lock:
+            if self._in_transaction():
+                yield self._db
+                return
             try:
                 failpoint.write_to_disk()
                 self._db.execute("BEGIN IMMEDIATE")
@@ -82,6 +89,11 @@ class Database:
                     self._db.execute("ROLLBACK")
                 _LOG.warning("%s failed: %s", self._name, exc)  # its path is not for clients
                 raise Unavailable(f"the {self._name} failed", 5.0) from exc
+
+    def _execute(self, query: str, *values: object) -> list[Any]:
+        """Return the rows of one statement."""
+        with self._transaction() as db:
+            return db.execute(query, values).fetchall()
 
     def _in_transaction(self) -> bool:
         try:

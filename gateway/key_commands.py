@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.errors import InvalidArgument
 from gateway.admission.shared_state import SharedState
-from gateway.api import keys
+from gateway.api import admin
 from gateway.api.schemas import validated
 from gateway.config import pools
 from gateway.config.configuration import Configuration
@@ -74,13 +74,13 @@ async def _in_store(arguments: argparse.Namespace, fields: dict[str, Any] | None
     who = Principal("operator", at_the_command_line())
     try:
         if fields is None:
-            return {"keys": await keys.listed(stored, who)}
+            return {"keys": await admin.listed_keys(stored, who)}
         audit = Audit(settings.audit_log)  # before there is a key that would not be shown
         data = json.dumps(fields).encode()
         if arguments.action == "create":
-            answer = await keys.create(stored, who, validated(keys.NewKey, data))
+            answer = await admin.create_key(stored, who, validated(admin.NewKey, data))
         else:
-            answer = await keys.change(stored, who, arguments.name, validated(keys.KeyChange, data))
+            answer = await admin.change_key(stored, who, arguments.name, validated(admin.KeyChange, data))
         after = {name: value for name, value in fields.items() if name not in ("name", "action")}
         await audit.write(who.name, who.role, f"key.{arguments.action}", arguments.name, "ok", after=after)
         return answer

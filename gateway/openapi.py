@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from gateway.api import tokenization
 from gateway.api import usage as usage_api
-from gateway.api.encoder_schemas import BODIES
+from gateway.api.encoder_http import BODIES
 from gateway.api.responses.schemas import ResponsesRequest
 from gateway.api.samples import Feedback
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
-from gateway.batch import openapi
+from gateway.batch.endpoints import MAX_FILES_LISTED, MAX_LISTED, BatchRequest
+from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE
 from gateway.config.settings import Settings
 
 _ERRORS = {
@@ -31,11 +33,19 @@ _ERRORS = {
     "504": "The deadline passed",
 }
 
-_PAGE = (
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}},
-)
+_AFTER = {"name": "after", "in": "query", "schema": {"type": "string"}}
+_ORDER = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
+_PURPOSE = {"name": "purpose", "in": "query", "schema": {"enum": [PURPOSE, OUTPUT_PURPOSE]}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+    "properties": {
+        "purpose": {"type": "string", "enum": [PURPOSE]},
+        "file": {"type": "string", "format": "binary", "minLength": 1},
+    },
+}
 _ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
 _NULL = {"type": "null"}
 _POSITIVE: list[dict[str, Any]] = [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, _NULL]
@@ -68,17 +78,16 @@ def document(settings: Settings) -> dict[str, Any]:
 
     encoded = _response("The response", "application/json", any_object)
 
-    def post(kind: type, response: dict[str, Any] = generated) -> dict[str, Any]:
-        body = {"required": True, "content": {"application/json": {"schema": names[kind, "validation"]}}}
-        return {"post": {"requestBody": body, "responses": {"200": response, **errors}}}
+    def operation(*parameters: dict, content: dict | None = None, answer: dict = encoded) -> dict[str, Any]:
+        described = {"parameters": list(parameters), "responses": {"200": answer, **errors}}
+        return described | ({"requestBody": {"required": True, "content": content}} if content is not None else {})
+
+    def post(kind: type, answer: dict[str, Any] = generated) -> dict[str, Any]:
+        return {"post": operation(content={"application/json": {"schema": names[kind, "validation"]}}, answer=answer)}
 
     def get(media_type: str, *codes: str, schema: dict | None = None) -> dict[str, Any]:
         failures = {code: _response(_ERRORS[code], media_type, {}) for code in codes}
         return {"get": {"responses": {"200": _response("OK", media_type, schema or {"type": "string"}), **failures}}}
-
-    def stored(*parameters: dict[str, Any]) -> dict[str, Any]:
-        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        return {"parameters": [place, *parameters], "responses": {"200": encoded, **errors}}
 
     model = get("application/json", "401", "403", "404", schema=any_object)
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
@@ -93,8 +102,8 @@ def document(settings: Settings) -> dict[str, Any]:
             "/v1/chat/completions": post(ChatRequest),
             "/v1/completions": post(CompletionRequest),
             "/v1/responses": post(ResponsesRequest),
-            "/v1/responses/{id}": {"get": stored(), "delete": stored()},
-            "/v1/responses/{id}/input_items": {"get": stored(*_PAGE)},
+            "/v1/responses/{id}": {"get": operation(_ID), "delete": operation(_ID)},
+            "/v1/responses/{id}/input_items": {"get": operation(_ID, _limit(MAX_LISTED), _ORDER, _AFTER)},
             **{path: post(kind, encoded) for path, kind in plain.items()},
             "/tokenizer_info": get("application/json", "401", "403", "404", schema=any_object),
             "/v1/models": get("application/json", "401", schema=any_object),
@@ -104,10 +113,36 @@ def document(settings: Settings) -> dict[str, Any]:
             "/health/deep": get("application/json", "404", "503", schema=any_object),
             **({"/v1/feedback": post(Feedback, encoded)} if settings.samples else {}),
             **(usage if settings.usage_db else {}),
-            **(openapi.paths(settings, errors) if settings.batch_db else {}),
+            **(_batch_paths(settings, operation) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},
     }
+
+
+def _batch_paths(settings: Settings, operation: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Return the operations of files and batches by path."""
+    batch = BatchRequest.model_json_schema()
+    if not settings.batch_webhook_origins:
+        del batch["properties"]["webhook_url"]
+    content = _response("OK", "application/octet-stream", {"type": "string", "format": "binary"})
+    return {
+        "/v1/files": {
+            "get": operation(_limit(MAX_FILES_LISTED), _ORDER, _AFTER, _PURPOSE),
+            "post": operation(content={"multipart/form-data": {"schema": _FORM}}),
+        },
+        "/v1/files/{id}": {"get": operation(_ID), "delete": operation(_ID)},
+        "/v1/files/{id}/content": {"get": operation(_ID, answer=content)},
+        "/v1/batches": {
+            "get": operation(_limit(MAX_LISTED), _AFTER),
+            "post": operation(content={"application/json": {"schema": batch}}),
+        },
+        "/v1/batches/{id}": {"get": operation(_ID)},
+        "/v1/batches/{id}/cancel": {"post": operation(_ID)},
+    }
+
+
+def _limit(maximum: int) -> dict[str, Any]:
+    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": maximum}}
 
 
 def _drop_abuse_limits(schema: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -13,12 +14,13 @@ from starlette.types import Scope
 
 from clients.wire.connection import new_request_id
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unauthenticated
-from gateway.api import error_responses, keys, request_body, schemas
+from gateway.api import error_responses, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge
+from gateway.api.strict_model import StrictModel
 from gateway.config.settings import variable
 from gateway.identity.principal import Principal
-from gateway.identity.stored_keys import StoredKeys
+from gateway.identity.stored_keys import KeyRole, StoredKeys
 from gateway.routing.registrations import Registration
 from gateway.service import Service
 
@@ -28,6 +30,23 @@ Body = TypeVar("Body")
 Handle = Callable[[Request], Awaitable[Any]]
 Handling = Callable[[Request, Principal], Awaitable[Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
+Lasts = Annotated[float, Field(gt=0, le=10 * 365 * 86_400)]
+
+
+class NewKey(StrictModel):
+    """name: ORG/TEAM/KEY. expires_in_s: None for a key that does not expire."""
+
+    name: Annotated[str, Field(max_length=200)]
+    role: KeyRole = "caller"
+    expires_in_s: Lasts | None = None
+
+
+class KeyChange(StrictModel):
+    """overlap_s: how long the keys before still hold. expires_in_s: as the key before by default."""
+
+    action: Literal["rotate", "revoke"]
+    overlap_s: Annotated[float, Field(ge=0, le=90 * 86_400)] = 3600.0
+    expires_in_s: Lasts | None = None
 
 
 class AdminRoute(Route):
@@ -60,19 +79,19 @@ def routes(service: Service) -> list[Route]:
             raise NotFound(f"this gateway keeps no keys: {variable('key_store')} is not set")
         return service.authentication.stored
 
-    async def key_list(request: Request, principal: Principal) -> Any:
-        return {"keys": await keys.listed(stored(), principal)}
+    async def list_keys(request: Request, principal: Principal) -> Any:
+        return {"keys": await listed_keys(stored(), principal)}
 
-    async def create_key(request: Request, principal: Principal) -> Any:
-        new = await body(service, request, keys.NewKey)
+    async def create(request: Request, principal: Principal) -> Any:
+        new = await body(service, request, NewKey)
         note(request, "key.create", new.name, after=new.model_dump(exclude={"name"}, exclude_none=True))
-        return await keys.create(stored(), principal, new)
+        return await create_key(stored(), principal, new)
 
-    async def change_key(request: Request, principal: Principal) -> Any:
-        target, change = request.path_params["target"], await body(service, request, keys.KeyChange)
+    async def change_named(request: Request, principal: Principal) -> Any:
+        target, change = request.path_params["target"], await body(service, request, KeyChange)
         rotated = {"overlap_s", "expires_in_s"} if change.action == "rotate" else set()
         note(request, f"key.{change.action}", target[:200], after=change.model_dump(include=rotated, exclude_none=True))
-        return await keys.change(stored(), principal, target, change)
+        return await change_key(stored(), principal, target, change)
 
     registrations = service.replicas.registrations
 
@@ -132,15 +151,14 @@ def routes(service: Service) -> list[Route]:
         route("replicas/{name}", "PUT", register),
         route("replicas/{name}", "DELETE", withdraw),
         route("replicas", "GET", registered),
-        shared("keys", "GET", key_list),
-        shared("keys", "POST", create_key),
-        shared("keys/{target:path}", "POST", change_key),
+        shared("keys", "GET", list_keys),
+        shared("keys", "POST", create),
+        shared("keys/{target:path}", "POST", change_named),
     ]
 
 
 async def body(service: Service, request: Request, kind: type[Body]) -> Body:
-    """Return the JSON body of a request as a ``kind``, a pydantic model or dict. Raises InvalidArgument,
-    DeadlineExceeded."""
+    """Return the JSON body as a ``kind``, a model or dict. Raises: InvalidArgument, DeadlineExceeded, Cancelled."""
     timeout_s = service.settings.body_timeout_s
     try:
         data = await request_body.read_small(request, MAX_BODY_BYTES, timeout_s)
@@ -156,10 +174,7 @@ def note(request: Request, action: str, target: str, **more: Any) -> None:
 
 
 def guarded(service: Service, handle: Handling) -> Endpoint:
-    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error.
-
-    What ``handle`` notes, and every refusal of a caller, is written to the audit log.
-    """
+    """Return the endpoint that sends what ``handle`` returns; what that notes, and refusals, go to the audit log."""
 
     async def audited(request: Request) -> Any:
         who, result, noted = Principal("caller", ""), "failed", dict[str, Any]()
@@ -171,9 +186,8 @@ def guarded(service: Service, handle: Handling) -> Endpoint:
             return fields
         except TridentError as error:
             if isinstance(error, Unauthenticated | PermissionDenied):
-                note(
-                    request, noted.get("action", f"{request.method} {request.url.path}"[:200]), noted.get("target", "")
-                )
+                action = noted.get("action", f"{request.method} {request.url.path}"[:200])
+                note(request, action, noted.get("target", ""))
             result = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -191,3 +205,37 @@ def _name(request: Request) -> str:
         allowed = "1 to 200 letters, digits, '.', '_', ':', '[', ']' and '-', the first a letter or digit"
         raise InvalidArgument("name", f"must be {allowed}, got {name[:50]!r}")
     return name
+
+
+def _check_may_hold(principal: Principal, name: str, role: KeyRole) -> None:
+    """Raises PermissionDenied if a principal may not give a role to a key, or take it away."""
+    principal.check_manages(name)
+    if role == "operator":
+        principal.check_operator()
+    if role == "org_admin":
+        principal.check_manages(name.partition("/")[0])
+
+
+async def create_key(keys: StoredKeys, principal: Principal, new: NewKey) -> dict[str, Any]:
+    """Make a key. Raises: PermissionDenied, InvalidArgument."""
+    _check_may_hold(principal, new.name, new.role)
+    return await keys.make(new.name, principal.name, new.role, new.expires_in_s)
+
+
+async def change_key(keys: StoredKeys, principal: Principal, target: str, change: KeyChange) -> dict[str, Any]:
+    """Rotate the key of a name, or revoke that of a name or an id. Raises: PermissionDenied, NotFound."""
+    by = ("name",) if change.action == "rotate" else ("name", "id")  # the name's latest key may have a higher role
+    found = [key for key in await listed_keys(keys, principal) if target in map(key.get, by)]
+    if not found:
+        raise NotFound(f"there is no key {target:.200} that this caller manages")
+    for key in found:
+        _check_may_hold(principal, key["name"], key["role"])
+    if change.action == "revoke":
+        return {"keys": await keys.revoke(target)}
+    return await keys.make(found[-1]["name"], principal.name, None, change.expires_in_s, change.overlap_s)
+
+
+async def listed_keys(keys: StoredKeys, principal: Principal) -> list[dict[str, Any]]:
+    """Return the keys that a principal manages. Raises: PermissionDenied for a caller."""
+    principal.check_manages(principal.administers)
+    return [key for key in await keys.described() if principal.manages(key["name"])]

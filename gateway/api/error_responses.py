@@ -1,4 +1,9 @@
-"""Convert errors to each protocol: OpenAI's error object with its headers, or a gRPC status with its trailers."""
+"""Convert errors to each protocol: OpenAI's error object with its headers, or a gRPC status with its trailers.
+
+What replicas and upstreams say when they fail (paths, addresses, signals, accounts) only the log has; callers get a
+fixed message per error type and a request id. A replica's error about an input of the request is passed on. An
+upstream's 400 keeps its ``param``, if that is one of OpenAI's.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +20,21 @@ from google.rpc.status_pb2 import Status
 from starlette.requests import Request
 from starlette.responses import Response
 
-from contract.errors import (
-    InvalidArgument,
-    ModelNotFound,
-    Overloaded,
-    PromptTooLong,
-    TridentError,
-    Unauthenticated,
-    Unavailable,
-)
-from gateway.api.caller_errors import for_caller
+from contract import errors
+from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
+from gateway.routing.backend_errors import INPUT_NAME
 
+_MESSAGES: dict[type[TridentError], str] = {
+    errors.PromptTooLong: "the prompt and max_tokens exceed the context length of the model",
+    InvalidArgument: "the model rejected a field of the request",
+    errors.NotFound: "what the request names does not exist",
+    errors.ModelNotFound: "the model, or the requested version, does not exist",
+    errors.Cancelled: "the request was cancelled",
+    Overloaded: "the engine's queue is full",
+    Unavailable: "no healthy replica can serve the request, or the connection to its replica was lost",
+    errors.DeadlineExceeded: "the request timed out before its response was complete",
+    errors.EngineFailed: "the engine failed while it served the request",
+}
 # OpenAI's (type, code) by HTTP status.
 _OPENAI = {
     400: ("invalid_request_error", "invalid_value"),
@@ -39,7 +48,24 @@ _OPENAI = {
     504: ("timeout_error", "deadline_exceeded"),
     500: ("server_error", "engine_failed"),
 }
-_JSON = (b"content-type", b"application/json")
+JSON = (b"content-type", b"application/json")
+
+
+def for_caller(error: TridentError, request_id: str = "") -> TridentError:
+    """Return the error to send to the client: unchanged, or of the same type with a fixed message if it is internal."""
+    if not error.internal:
+        return error
+    kind = next((kind for kind in type(error).__mro__ if kind in _MESSAGES), errors.EngineFailed)
+    message = _MESSAGES[kind]
+    if error.attempts > 1:
+        message += f"; it was tried {error.attempts} times"
+    if request_id:
+        message += f"; quote request {request_id} when you report it"
+    if isinstance(error, InvalidArgument) and INPUT_NAME.fullmatch(error.field):
+        message = f"{error.field}: {message}"
+    shown = errors.make(kind, message)
+    shown.retry_after_s = error.retry_after_s
+    return shown
 
 
 def error_object(error: TridentError) -> dict[str, Any]:
@@ -47,11 +73,11 @@ def error_object(error: TridentError) -> dict[str, Any]:
     error = for_caller(error)
     kind, code = _OPENAI[error.http_status]
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
-    if isinstance(error, ModelNotFound):
+    if isinstance(error, errors.ModelNotFound):
         param, code = "model", "model_not_found"
     if error.reason == "quota":
         kind = code = "insufficient_quota"  # what OpenAI's clients do not try again soon
-    if isinstance(error, PromptTooLong):
+    if isinstance(error, errors.PromptTooLong):
         code = "context_length_exceeded"  # clients recognise this code and send less
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
@@ -59,13 +85,13 @@ def error_object(error: TridentError) -> dict[str, Any]:
 def http(error: TridentError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Return status, headers and body."""
     headers = ((key.encode(), value.encode()) for key, value in hints(error).items())
-    return error.http_status, [_JSON, *headers], orjson.dumps(error_object(error))
+    return error.http_status, [JSON, *headers], orjson.dumps(error_object(error))
 
 
 def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Return status, headers and body of an error that only HTTP has, such as an unknown path."""
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return status, [_JSON], orjson.dumps(body)
+    return status, [JSON], orjson.dumps(body)
 
 
 def response(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Response:
@@ -89,7 +115,7 @@ def answering(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request]
 def hints(error: TridentError) -> dict[str, str]:
     """Return the headers, or trailers, that tell a client when to retry and how to authenticate."""
     found = dict(error.headers)
-    if isinstance(error, Unauthenticated):
+    if isinstance(error, errors.Unauthenticated):
         found.setdefault("www-authenticate", "Bearer")
     after_s = retry_after_s(error)
     if after_s is not None:

@@ -16,26 +16,22 @@ MAX_PENDING = 20_000  # calls that have arrived and are not handled yet, as in a
 
 
 class GrpcEndpoint(ABC):
-    """A gRPC server at one port of the settings. Extend it with the handlers of its services.
-
-    port: the port it listens on, 0 before ``start``, which must run on the loop that serves; workers share it.
-    port_setting: the setting with it. message_bytes: that a message may have where bodies may have fewer.
-    """
+    """A gRPC server at one port of the settings. Extend it with the handlers of its services."""
 
     port_setting: str
-    message_bytes = 0
+    message_bytes = 0  # that a message may have where bodies may have fewer
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._server: grpc.aio.Server | None = None
-        self.port = 0
+        self.port = 0  # that it listens on, after ``start``; workers share it
 
     @abstractmethod
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return the handlers of every service."""
 
     async def start(self) -> None:
-        """Listen, unless the setting has no port. Raises: InvalidArgument that names the setting."""
+        """Listen, unless the setting has no port; on the loop that serves. Raises: InvalidArgument (the setting)."""
         settings = self._service.settings
         port = getattr(settings, self.port_setting)
         if port is None:

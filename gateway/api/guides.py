@@ -20,30 +20,19 @@ _Schema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 _Choices = Annotated[
     list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=1000, fail_fast=True)
 ]
-_NAMED = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
-    "required": ["name", "schema"],
-    "additionalProperties": False,
-}
-_FORMATS: dict[str, dict[str, Any]] = {"text": {}, "json_object": {}, "json_schema": {"json_schema": _NAMED}}
-_FORMAT = WithJsonSchema(
-    {
-        "anyOf": [
-            {"type": "null"},
-            *(
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": kind}, **more},
-                    "required": ["type", *more],
-                    "additionalProperties": False,
-                }
-                for kind, more in _FORMATS.items()
-            ),
-        ],
-        "default": None,
-    }
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_TYPES = {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}}
+_FORMATS = (
+    {"type": "null"},
+    _object(["type"], type={"enum": ["text", "json_object"]}),
+    _object(["type", "json_schema"], type={"const": "json_schema"}, json_schema=_object(["name", "schema"], **_TYPES)),
 )
+_FORMAT = WithJsonSchema({"anyOf": [*_FORMATS], "default": None})
 # At most one of these fields and response_format may be set. The published schema cannot express that briefly, so it
 # publishes response_format alone.
 _ALONE = WithJsonSchema({"type": "null"})
@@ -109,16 +98,15 @@ class GuidedBody(StrictModel):
 
     def _guides(self) -> dict[str, Guide]:
         """Return the guides that the body asks for, by field. Raises: InvalidArgument."""
-        chosen, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
-        given: dict[str, tuple[str, Any]] = {}
-        if chosen is not None and (chosen.json_schema is not None) != (chosen.type == "json_schema"):
+        chosen, outputs = self.response_format or ResponseFormat(type="text"), self.structured_outputs
+        outputs = outputs or StructuredOutputs()
+        if (chosen.json_schema is not None) != (chosen.type == "json_schema"):
             wrong = "must be sent with" if chosen.type == "json_schema" else "must be left out without"
             raise InvalidArgument("response_format.json_schema", f"{wrong} the type json_schema")
-        if chosen is not None and chosen.type == "json_object":
-            given["response_format"] = ("json", "")
-        elif chosen is not None and chosen.json_schema is not None:
-            given["response_format.json_schema.schema"] = ("json_schema", chosen.json_schema.schema_ or {})
-        given |= {
+        schema = (chosen.json_schema.schema_ or {}) if chosen.json_schema is not None else None
+        given: dict[str, tuple[str, Any]] = {
+            "response_format": ("json", "" if chosen.type == "json_object" else None),
+            "response_format.json_schema.schema": ("json_schema", schema),
             "structured_outputs.json": ("json_schema", outputs.json_),
             "structured_outputs.json_object": ("json", "" if outputs.json_object else None),
             "structured_outputs.regex": ("regex", outputs.regex),

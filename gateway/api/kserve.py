@@ -21,30 +21,25 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelReadyRequest, ModelStreamInferResponse
 
-from clients.wire import protobuf
 from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
 from clients.wire.status import UnaryCall
 from clients.wire.token_stream import NO_OUTPUTS
-from contract import encoder, packed_delta, priority
+from contract import encoder, errors, packed_delta, priority
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
     InvalidArgument,
-    NotFound,
     Overloaded,
-    PermissionDenied,
     TridentError,
-    Unauthenticated,
     Unavailable,
-    to_text,
 )
 from contract.generation import FinishReason, GenerationRequest, Guide, TokenDelta, changed
 from gateway.api import error_responses
-from gateway.api.caller_errors import for_caller
+from gateway.api.error_responses import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
 from gateway.api.response_writer import ResponseWriter
 from gateway.choices import ChoiceDelta
@@ -55,6 +50,7 @@ from gateway.models import ServedModel
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
 from gateway.routing.replicas import RoutedReplica
+from gateway.service import Service
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
@@ -67,7 +63,7 @@ _CHANGEABLE = frozenset({"text_input", "messages", "max_tokens"})
 _CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
 _VERSIONS = ("", "1")  # of every model of a replica; none: any
 _REQUEST = GenerationRequest()
-_REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
+_REJECTIONS = (Overloaded, Unavailable, errors.Unauthenticated, errors.PermissionDenied, DeadlineExceeded)
 
 
 class KServeEndpoint(GrpcEndpoint):
@@ -76,9 +72,7 @@ class KServeEndpoint(GrpcEndpoint):
     port_setting = "grpc_port"
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
-        def unary(handle: Callable) -> grpc.RpcMethodHandler:
-            return grpc.unary_unary_rpc_method_handler(handle)
-
+        unary = grpc.unary_unary_rpc_method_handler
         methods = {
             "ServerLive": unary(self._server_live),
             "ServerReady": unary(self._server_ready),
@@ -97,12 +91,13 @@ class KServeEndpoint(GrpcEndpoint):
         return _flag(self._service.ready())
 
     async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        name, version = _model_of(request)
         try:
-            packed, model = _is_packed(_name(request)), self._service.models.find(_name(request), Tenant())  # no key
-        except NotFound:
+            packed, model = _is_packed(name), self._service.models.find(name, Tenant())  # no key
+        except errors.NotFound:
             return _flag(False)
-        ready = self._service.ready() and (not model.pool or self._service.replicas.serves(model.pool))
-        ready = ready and _field(request, 2) in _VERSIONS
+        ready = self._service.ready() and version in _VERSIONS
+        ready = ready and (not model.pool or self._service.replicas.serves(model.pool))
         return _flag(ready and (not packed or bool(self._replicas(model, packed))))
 
     def _replicas(self, model: ServedModel, packed: bool) -> list[RoutedReplica]:
@@ -125,18 +120,18 @@ class KServeEndpoint(GrpcEndpoint):
                 tenant = await self._service.tenant(_carrier(context))
                 replicas = self._service.replicas.ready()
                 if not method.endswith("ServerMetadata"):
-                    packed = _is_packed(_name(request))
-                    replicas = self._replicas(self._service.models.find(_name(request), tenant), packed)
+                    name, version = _model_of(request)
+                    packed = _is_packed(name)
+                    replicas = self._replicas(self._service.models.find(name, tenant), packed)
                     served = packed_delta.MODEL if packed else self._service.settings.triton_model
                     if replicas and replicas[0].pool in self._service.replicas.encoders:
                         served = encoder.MODEL
-                    request = protobuf.text(1, served) + protobuf.text(2, _field(request, 2))
+                    request = ModelReadyRequest(name=served, version=version).SerializeToString()
                 error: TridentError = Unavailable("no replica is ready", 1.0)
                 for replica in replicas:
                     try:
-                        return await replica.channel.call(
-                            UnaryCall(method, request), self._service.settings.probe_timeout_s
-                        )
+                        call = UnaryCall(method, request)
+                        return await replica.channel.call(call, self._service.settings.probe_timeout_s)
                     except TridentError as exc:
                         _LOG.warning("replica %s did not answer %s: %s", replica.url, method.rpartition("/")[2], exc)
                         error = from_backend(exc)
@@ -149,19 +144,30 @@ class KServeEndpoint(GrpcEndpoint):
 
         return handle
 
-    async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
-        writer = ResponseWriter(context, self._service.settings.stall_timeout_s)
-        carrier = _carrier(context)
+    async def _stream(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await _Stream(self._service, context).run(requests)
+
+
+class _Stream:
+    """One ModelStreamInfer. Made by the task that handles it."""
+
+    def __init__(self, service: Service, context: grpc.aio.ServicerContext) -> None:
+        self._service, self._context, self._carrier = service, context, _carrier(context)
+        self._writer = ResponseWriter(context, service.settings.stall_timeout_s)
+        self._handler = asyncio.current_task()
+        self._tasks: set[asyncio.Task] = set()
+        self._rejected: list[TridentError] = []
+
+    async def run(self, requests: AsyncIterator[bytes]) -> None:
+        """Serve the requests until all have ended, or one ends the RPC."""
+        service, context, writer, tasks = self._service, self._context, self._writer, self._tasks
         try:
-            await self._service.tenant(carrier)
+            await service.tenant(self._carrier)
         except TridentError as error:  # who has no key must not hold a stream open without a request
             with contextlib.suppress(asyncio.TimeoutError, StopAsyncIteration):
-                await asyncio.wait_for(anext(aiter(requests)), self._service.settings.header_timeout_s)
-            self._service.metrics.requests.labels("grpc", "text_completion", error.grpc_status).inc()
+                await asyncio.wait_for(anext(aiter(requests)), service.settings.header_timeout_s)
+            service.metrics.requests.labels("grpc", "text_completion", error.grpc_status).inc()
             await context.abort(*error_responses.grpc_status(error))
-        tasks: set[asyncio.Task] = set()
-        rejected: list[TridentError] = []
-        handler = asyncio.current_task()
         last_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         last_read = False
 
@@ -170,33 +176,17 @@ class KServeEndpoint(GrpcEndpoint):
             if last_read and not tasks and not last_ended.done():
                 last_ended.set_result(None)
 
-        async def serve(request: service_pb2.ModelInferRequest, size: int) -> None:
-            code = "CANCELLED"
-            try:
-                error = await self._serve(request, size, carrier, context, writer)
-                code = error.grpc_status if error else "OK"
-            except TridentError as error:
-                code = error.grpc_status
-                if _wants_status(error, carrier) and len(tasks) == 1:
-                    rejected.append(error)
-                    if handler is not None:
-                        handler.cancel()  # it may be waiting for another request
-                elif not context.done():
-                    await writer.write(_in_band(error, request.id))
-            finally:
-                self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
-
-        self._service.watchdog.add(writer)
+        service.watchdog.add(writer)
         try:
             async for data in requests:
                 try:
-                    request = service_pb2.ModelInferRequest.FromString(data)
+                    request = ModelInferRequest.FromString(data)
                 except DecodeError:
-                    rejected.append(InvalidArgument("", "the message is not a ModelInferRequest"))
+                    self._rejected.append(InvalidArgument("", "the message is not a ModelInferRequest"))
                     break
                 if len(tasks) >= MAX_REQUESTS_PER_STREAM:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                task = asyncio.ensure_future(serve(request, len(data)))
+                task = asyncio.ensure_future(self._serve(request, len(data)))
                 tasks.add(task)
                 task.add_done_callback(ended)
             last_read = True
@@ -204,92 +194,89 @@ class KServeEndpoint(GrpcEndpoint):
                 await last_ended  # one future; asyncio.wait makes several objects a request
         except asyncio.CancelledError:
             if writer.stalled:
-                rejected.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
-            elif not rejected:
+                self._rejected.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
+            elif not self._rejected:
                 raise
         finally:
-            self._service.watchdog.discard(writer)
+            service.watchdog.discard(writer)
             for task in tuple(tasks):
                 task.cancel()
             if tasks:
                 await asyncio.gather(*tasks, return_exceptions=True)
-        if rejected:
-            await context.abort(*error_responses.grpc_status(rejected[0]))
+        if self._rejected:
+            await context.abort(*error_responses.grpc_status(self._rejected[0]))
 
-    async def _serve(
-        self,
-        request: service_pb2.ModelInferRequest,
-        size: int,
-        carrier: dict[str, str],
-        context: grpc.aio.ServicerContext,
-        writer: ResponseWriter,
-    ) -> TridentError | None:
-        """Serve one request of ``size`` bytes. Returns the error that was sent in band; raises one that was not."""
+    async def _serve(self, request: ModelInferRequest, size: int) -> None:
+        """Serve one request of ``size`` bytes, and send its error."""
+        code = "CANCELLED"
+        try:
+            error = await self._generate(request, size)
+            code = error.grpc_status if error else "OK"
+        except TridentError as error:
+            code = error.grpc_status
+            if _wants_status(error, self._carrier) and len(self._tasks) == 1:
+                self._rejected.append(error)
+                if self._handler is not None:
+                    self._handler.cancel()  # it may be waiting for another request
+            elif not self._context.done():
+                await self._writer.write(_in_band(error, request.id))
+        finally:
+            self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
+
+    async def _generate(self, request: ModelInferRequest, size: int) -> TridentError | None:
+        """Return the error that was sent in band; raise one that was not."""
         service = self._service
         try:
-            tenant = await service.tenant(carrier)
+            tenant = await service.tenant(self._carrier)
             with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as lease:
                 try:
                     lease.take(size)
                 except Overloaded as error:
                     service.metrics.rejected(error)
                     raise
-                return await self._generate(request, tenant, carrier, context, writer)
+                return await self._admit(request, tenant)
         except TridentError:
             raise
         except Exception as exc:
-            raise _unexpected(context, _quoted(request, carrier)) from exc
+            raise _unexpected(self._context, _quoted(request, self._carrier)) from exc
 
-    async def _generate(
-        self,
-        request: service_pb2.ModelInferRequest,
-        tenant: Tenant,
-        carrier: dict[str, str],
-        context: grpc.aio.ServicerContext,
-        writer: ResponseWriter,
-    ) -> TridentError | None:
+    async def _admit(self, request: ModelInferRequest, tenant: Tenant) -> TridentError | None:
         service = self._service
-        packed = _is_packed(request.model_name)
-        generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
-        request.model_name = named(request.model_name, generation_request.adapter)
-        request_context = _request_context(tenant, request, carrier)
-        with service.hooks.call(request_context) as hooks:
+        sent = read(request, _remaining_s(request, self._context, service.settings.request_timeout_s))
+        request.model_name = named(request.model_name, sent.adapter)
+        quoted, session = _quoted(request, self._carrier), self._carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
+        own = take_priority(request)
+        context = RequestContext(tenant, "grpc", "text_completion", quoted, self._carrier, session, own)
+        with service.hooks.call(context) as hooks:
             if hooks is not None:
-                (changed,) = await hooks.changed((generation_request,), request.model_name, "", _CHANGEABLE)
-                generation_request = _changed(request, generation_request, changed)
-            if packed:
+                (changed,) = await hooks.changed((sent,), request.model_name, "", _CHANGEABLE)
+                sent = _changed(request, sent, changed)
+            if _is_packed(request.model_name):
                 others = [output.name for output in request.outputs if output.name != packed_delta.OUTPUT]
                 if others:
                     raise InvalidArgument("outputs", f"must be {packed_delta.OUTPUT} alone, got {others[0]!r:.100}")
                 del request.outputs[:]  # a replica without that one has others
-            error = await self._generated(request, generation_request, request_context, hooks, packed, context, writer)
+            context = await service.routed(request.model_name, (sent,), context)
+            if hooks is not None:
+                hooks.call.model = context.model.name
+            if adapter := context.model.adapter:
+                sent = replace(sent, adapter=adapter)
+            error = await self._generated(request, sent, context, hooks)
             if hooks is not None:
                 hooks.error = error
             return error
 
     async def _generated(
-        self,
-        request: service_pb2.ModelInferRequest,
-        generation_request: GenerationRequest,
-        request_context: RequestContext,
-        hooks: RequestHooks | None,
-        packed: bool,
-        context: grpc.aio.ServicerContext,
-        writer: ResponseWriter,
+        self, request: ModelInferRequest, sent: GenerationRequest, context: RequestContext, hooks: RequestHooks | None
     ) -> TridentError | None:
-        """Generate what hooks made of a request; see ``_generate``."""
-        service = self._service
-        request_context = await service.routed(request.model_name, (generation_request,), request_context)
-        if hooks is not None:
-            hooks.call.model = request_context.model.name
-        if adapter := request_context.model.adapter:
-            generation_request = replace(generation_request, adapter=adapter)
-        choices = await service.choices((generation_request,), request_context)
+        """Generate what hooks made of a request; see ``_generate``. sent: what was read of it."""
+        service, writer, packed = self._service, self._writer, _is_packed(request.model_name)
+        choices = await service.choices((sent,), context)
         (generation,) = choices.generations
         error: BaseException | None = None
         try:
             await writer.send_metadata(choices.headers)
-            if generation.request.max_tokens != generation_request.max_tokens:
+            if generation.request.max_tokens != sent.max_tokens:
                 set_max_tokens(request, generation.request.max_tokens)
             hidden = _also(request, COUNTS)  # usage and finish reason
             if service.tracing.on:
@@ -297,10 +284,10 @@ class KServeEndpoint(GrpcEndpoint):
             if hooks is not None and hooks.filters:
                 hidden |= SHOW_TEXT
             request.model_name = service.settings.triton_model
-            if adapter:
-                _put(request, "lora_name", "BYTES", (adapter.encode(),))
+            if sent.adapter:
+                _put(request, "lora_name", "BYTES", (sent.adapter.encode(),))
             generation.relay(request.SerializeToString(), partial(continued, request), packed)
-            error = await self._relay(generation, hidden, packed, writer, request_context, hooks)
+            error = await self._relay(generation, hidden, packed, context, hooks)
             writer.set_trailers(choices.headers)
             return error
         except asyncio.CancelledError as exc:
@@ -308,9 +295,9 @@ class KServeEndpoint(GrpcEndpoint):
             raise
         except TridentError as exc:
             error = exc
-            raise for_caller(exc, request_context.request_id) from exc
+            raise for_caller(exc, context.request_id) from exc
         except Exception as exc:
-            error = _unexpected(context, request_context.request_id)
+            error = _unexpected(self._context, context.request_id)
             raise error from exc
         finally:
             generation.close(error)
@@ -320,17 +307,15 @@ class KServeEndpoint(GrpcEndpoint):
         generation: Generation,
         hidden: frozenset[str],
         packed: bool,
-        writer: ResponseWriter,
-        request_context: RequestContext,
+        context: RequestContext,
         hooks: RequestHooks | None,
     ) -> TridentError | None:
-        """Relay the messages of one request as they come, without the outputs that are hidden from the caller. Return
-        the error that a relayed message carried.
+        """Relay messages as they come, without hidden outputs. Return the error that a relayed message carried.
 
-        packed: for the packed ensemble. What a message must not show or say otherwise is packed again, and so is all of
-        a replica without that ensemble.
+        packed: for the packed ensemble. What a message must not show is packed again, and all of a replica without it.
         """
         relayed: TridentError | None = None
+        writer = self._writer
         try:
             async for delta in generation:
                 data = generation.message
@@ -340,8 +325,8 @@ class KServeEndpoint(GrpcEndpoint):
                     data = with_output(data, "num_cached_tokens", lambda raw: bytes(len(raw)))
                 deferred = generation.deferred_error
                 if deferred is not None:  # it came behind text in this message
-                    shown = for_caller(from_backend(deferred), request_context.request_id)
-                    changes |= {"finish_reason": FinishReason.ERROR, "error": to_text(shown)}
+                    shown = for_caller(from_backend(deferred), context.request_id)
+                    changes |= {"finish_reason": FinishReason.ERROR, "error": errors.to_text(shown)}
                     data = with_error(data, shown)
                     relayed = None if "error_message" in hidden else deferred
                 if hooks is not None and delta is not NO_OUTPUTS:
@@ -358,9 +343,9 @@ class KServeEndpoint(GrpcEndpoint):
             if error is relayed:
                 return error
             carrier = b"" if hidden or packed else generation.message
-            if not carrier or _wants_status(error, request_context.carrier):
+            if not carrier or _wants_status(error, context.carrier):
                 raise
-            shown = for_caller(error, request_context.request_id)
+            shown = for_caller(error, context.request_id)
             with contextlib.suppress(asyncio.CancelledError):  # the client may leave as soon as it has this
                 await writer.write(carrier if shown is error else with_error(carrier, shown))
             return error
@@ -371,14 +356,10 @@ class KServeEndpoint(GrpcEndpoint):
         return None
 
 
-def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
-    """Return what admission and routing need of a request; the ensemble checks the rest.
-
-    Raises: InvalidArgument that names an input that cannot be read, or an output with parameters: tritonserver 2.51
-    crashes when it classifies a streamed text.
-    """
+def read(request: ModelInferRequest, timeout_s: float) -> GenerationRequest:
+    """Return what admission and routing need of a request; the ensemble checks the rest. Raises: InvalidArgument."""
     for output in request.outputs:
-        if output.parameters:
+        if output.parameters:  # tritonserver 2.51 crashes when it classifies a streamed text
             raise InvalidArgument(output.name, f"must have no parameters, got {min(output.parameters)!r:.100}")
     names: dict[str, int] = {}
     for index, tensor in enumerate(request.inputs):
@@ -415,11 +396,8 @@ def chat(messages: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": messages},)
 
 
-def take_priority(request: service_pb2.ModelInferRequest) -> float:
-    """Remove the client's ``request_priority`` from the request and return it; the gateway sets the engine's.
-
-    Raises: InvalidArgument.
-    """
+def take_priority(request: ModelInferRequest) -> float:
+    """Remove the client's ``request_priority`` and return it: the gateway sets another. Raises: InvalidArgument."""
     given: dict[str, object] = {}
     if priority.PARAMETER in request.parameters:
         parameter = request.parameters.pop(priority.PARAMETER)
@@ -427,9 +405,7 @@ def take_priority(request: service_pb2.ModelInferRequest) -> float:
     return priority.read(given)
 
 
-def _changed(
-    request: service_pb2.ModelInferRequest, before: GenerationRequest, after: GenerationRequest
-) -> GenerationRequest:
+def _changed(request: ModelInferRequest, before: GenerationRequest, after: GenerationRequest) -> GenerationRequest:
     """Write into a request what hooks changed, and return ``after``."""
     if after.text_input != before.text_input and after.text_input is not None:
         _put(request, "text_input", "BYTES", (after.text_input.encode(),))
@@ -440,14 +416,14 @@ def _changed(
     return after
 
 
-def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
+def set_max_tokens(request: ModelInferRequest, max_tokens: int) -> None:
     """Overwrite the request's ``max_tokens``."""
     _put(request, "max_tokens", "INT32", (max_tokens,))
 
 
-def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> bytes:
+def continued(request: ModelInferRequest, ids: tuple[int, ...]) -> bytes:
     """Return the serialised request that goes on behind ``ids``."""
-    request = service_pb2.ModelInferRequest.FromString(request.SerializeToString())
+    request = ModelInferRequest.FromString(request.SerializeToString())
     _put(request, "continue_ids", "INT32", ids)
     if ids:  # those of an echoed prompt were relayed
         _put(request, "return_prompt_log_probs", "BOOL", ())
@@ -462,23 +438,20 @@ def check_adapter_number(number: object) -> None:
 
 
 def named(model: str, adapter: str) -> str:
-    """Return the name of a model with the adapter of ``lora_name``: access and price go by the name.
-
-    Raises: InvalidArgument if the name has an adapter.
-    """
+    """Return a model's name with the adapter of ``lora_name``: access and price go by it. Raises: InvalidArgument."""
     if adapter and ":" in model:
         raise InvalidArgument("lora_name", "must be left out beside a model with an adapter in its name")
     return f"{model}:{adapter}" if adapter else model
 
 
-def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+def request_timings(request: ModelInferRequest) -> frozenset[str]:
     """Request the engine's timings, for the spans. Returns the outputs that the client did not request."""
     if _content(request, "return_perf_metrics") is None:
         _put(request, "return_perf_metrics", "BOOL", (True,))
     return _also(request, TIMINGS)
 
 
-def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> frozenset[str]:
+def _also(request: ModelInferRequest, names: frozenset[str]) -> frozenset[str]:
     """Add outputs to a request that lists its outputs. Return the added names."""
     if not request.outputs:
         return frozenset()
@@ -488,7 +461,7 @@ def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> froz
     return added
 
 
-def _put(request: service_pb2.ModelInferRequest, name: str, datatype: str, values: Sequence[int | bytes]) -> None:
+def _put(request: ModelInferRequest, name: str, datatype: str, values: Sequence[int | bytes]) -> None:
     """Set an input of shape [1, n], as raw or inline content like the others; without values, remove it."""
     found = _content(request, name)
     if found is not None:
@@ -514,7 +487,7 @@ def _raw(datatype: str, value: int | bytes) -> bytes:
 
 def without_outputs(data: bytes, names: Collection[str]) -> bytes:
     """Return a serialised response without the outputs ``names``."""
-    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    message = ModelStreamInferResponse.FromString(data)
     response = message.infer_response
     raw = len(response.raw_output_contents) == len(response.outputs)
     for index in reversed([index for index, tensor in enumerate(response.outputs) if tensor.name in names]):
@@ -526,7 +499,7 @@ def without_outputs(data: bytes, names: Collection[str]) -> bytes:
 
 def with_packed(data: bytes, delta: TokenDelta) -> bytes:
     """Return a serialised response with ``delta``, packed, as its only output."""
-    message, raw = service_pb2.ModelStreamInferResponse.FromString(data), packed_delta.pack(delta)
+    message, raw = ModelStreamInferResponse.FromString(data), packed_delta.pack(delta)
     response = message.infer_response
     del response.outputs[:], response.raw_output_contents[:]
     response.outputs.add(name=packed_delta.OUTPUT, datatype="UINT8", shape=[1, len(raw)])
@@ -536,7 +509,7 @@ def with_packed(data: bytes, delta: TokenDelta) -> bytes:
 
 def with_error(data: bytes, error: TridentError) -> bytes:
     """Return a serialised response with ``error`` in ``error_message`` or in the output of that name."""
-    message, text = service_pb2.ModelStreamInferResponse.FromString(data), to_text(error)
+    message, text = ModelStreamInferResponse.FromString(data), errors.to_text(error)
     if message.error_message:
         message.error_message = text
     return with_output(message.SerializeToString(), "error_message", lambda raw: _raw("BYTES", text.encode()))
@@ -544,7 +517,7 @@ def with_error(data: bytes, error: TridentError) -> bytes:
 
 def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
     """Return a serialised response with what ``change`` makes of an output's content, if it has that output."""
-    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    message = ModelStreamInferResponse.FromString(data)
     contents = message.infer_response.raw_output_contents
     for index, tensor in enumerate(message.infer_response.outputs):
         if tensor.name == name:
@@ -553,12 +526,9 @@ def with_output(data: bytes, name: str, change: Callable[[bytes], bytes]) -> byt
 
 
 def _content(
-    request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int] | None = None
+    request: ModelInferRequest, name: str, names: Mapping[str, int] | None = None
 ) -> tuple[int, bytes | None] | None:
-    """Return an input's index and its raw content (None where contents are inline); None if it was not sent.
-
-    names: the indices of the inputs by name, where they are known: reading them takes as long as all else.
-    """
+    """Return an input's index and raw content (None: inline); None if it was not sent. names: indices where known."""
     if names is None:
         names = {tensor.name: index for index, tensor in enumerate(request.inputs)}
     index = names.get(name)
@@ -572,7 +542,7 @@ def _content(
     return index, contents[index]
 
 
-def _nonzero(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> bool | None:
+def _nonzero(request: ModelInferRequest, name: str, names: Mapping[str, int]) -> bool | None:
     """Return whether an input is other than 0; None if it was not sent."""
     if (found := _content(request, name, names)) is None:
         return None
@@ -581,7 +551,7 @@ def _nonzero(request: service_pb2.ModelInferRequest, name: str, names: Mapping[s
     return any((*contents.bool_contents, *contents.uint64_contents) if raw is None else raw)
 
 
-def _texts(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> str | None:
+def _texts(request: ModelInferRequest, name: str, names: Mapping[str, int]) -> str | None:
     if (found := _content(request, name, names)) is None:
         return None
     index, raw = found
@@ -598,14 +568,14 @@ def _texts(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str
         raise InvalidArgument(name, f"must be UTF-8, got an invalid byte at {exc.start}") from exc
 
 
-def _integer(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> int | None:
+def _integer(request: ModelInferRequest, name: str, names: Mapping[str, int]) -> int | None:
     values = _integers(request, name, names)
     if values is not None and len(values) != 1:
         raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
     return values[0] if values else None
 
 
-def _integers(request: service_pb2.ModelInferRequest, name: str, names: Mapping[str, int]) -> tuple[int, ...] | None:
+def _integers(request: ModelInferRequest, name: str, names: Mapping[str, int]) -> tuple[int, ...] | None:
     if (found := _content(request, name, names)) is None:
         return None
     index, raw = found
@@ -616,7 +586,7 @@ def _integers(request: service_pb2.ModelInferRequest, name: str, names: Mapping[
     return struct.unpack(f"<{len(raw) // 4}i", raw)
 
 
-def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, max_s: float) -> float:
+def _remaining_s(request: ModelInferRequest, context: grpc.aio.ServicerContext, max_s: float) -> float:
     """Return the shortest of ``max_s``, the RPC's deadline and the request's parameter ``timeout`` (µs)."""
     limits = [max_s]
     remaining_s = context.time_remaining()
@@ -629,12 +599,7 @@ def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.Servi
     return min(limits)
 
 
-def _request_context(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> RequestContext:
-    quoted, session = _quoted(request, carrier), carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
-    return RequestContext(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
-
-
-def _quoted(request: service_pb2.ModelInferRequest, carrier: Mapping[str, str]) -> str:
+def _quoted(request: ModelInferRequest, carrier: Mapping[str, str]) -> str:
     """Return the id of a request in logs and messages."""
     return _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
 
@@ -657,7 +622,7 @@ def _unexpected(context: grpc.aio.ServicerContext, request_id: str) -> TridentEr
 
 
 def _in_band(error: TridentError, request_id: str) -> bytes:
-    message = service_pb2.ModelStreamInferResponse(error_message=to_text(error))
+    message = ModelStreamInferResponse(error_message=errors.to_text(error))
     message.infer_response.id = request_id
     message.infer_response.parameters["triton_final_response"].bool_param = True
     return message.SerializeToString()
@@ -672,18 +637,14 @@ def _flag(value: bool) -> bytes:
     return b"\x08\x01" if value else b""
 
 
-def _name(request: bytes) -> str:
-    return _field(request, 1)
+def _model_of(request: bytes) -> tuple[str, str]:
+    """Return name and version in a Model…Request, whichever it is; "" if it cannot be read."""
+    with contextlib.suppress(DecodeError):
+        message = ModelReadyRequest.FromString(request)
+        return message.name, message.version
+    return "", ""
 
 
 def _is_packed(name: str) -> bool:
     """Return whether a model's name, perhaps with an adapter, is that of the packed ensemble."""
     return name.partition(":")[0] == packed_delta.MODEL
-
-
-def _field(request: bytes, number: int) -> str:
-    """Return a field of a Model…Request: 1 is the name, 2 the version. "" if it cannot be read."""
-    with contextlib.suppress(protobuf.WireError, UnicodeDecodeError):
-        value = dict(protobuf.fields(request)).get(number, b"")
-        return value.decode() if isinstance(value, bytes) else ""
-    return ""

@@ -12,8 +12,7 @@ from gateway.service import Service
 
 
 def build(service: Service) -> Starlette:
-    """Return the application of the monitoring listener: ``/metrics``, ``/health/live``, ``/health/ready`` and
-    ``/health/deep``, with the address of every replica."""
+    """Return the monitoring listener's application: metrics, and health with the address of every replica."""
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -22,10 +21,7 @@ def build(service: Service) -> Starlette:
 
 
 def health_routes(service: Service, *, public: bool) -> list[Route]:
-    """Return the health endpoints.
-
-    public: whether clients are untrusted; then pools and replica addresses are left out once there are API keys.
-    """
+    """Return the health endpoints. public: once there are API keys, without pools and replica addresses."""
 
     async def live(request: Request) -> Response:
         return Response("live\n", media_type="text/plain")
@@ -40,8 +36,7 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
         return Response(orjson.dumps(fields), 200 if is_ready else 503, headers, media_type="application/json")
 
     async def deep(request: Request) -> Response:
-        """Respond with the results of the latest deep probes, without a new probe: 200 if one replica generated its
-        token, else 503; 404 where deep probes are off."""
+        """Tell of the latest deep probes: 200 if one replica generated its token, else 503; 404 where they are off."""
         on = service.settings.deep_probes
         digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
         fields: dict[str, object] = {"deep_probes": on}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -23,15 +24,14 @@ from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest, changed
 from gateway.admission.body_budget import Lease
 from gateway.api import error_responses, prompting, request_body, schemas
-from gateway.api.caller_errors import for_caller
+from gateway.api.error_responses import for_caller
 from gateway.api.request_body import BodyTooLarge
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.schemas import ChatRequest, CompletionRequest
-from gateway.api.sections import ChoiceCutters, CutDeltas
-from gateway.api.sse import EventEncoder, Formatter, usage_fields
-from gateway.api.vocabulary import Vocabulary, vocabulary_of
+from gateway.api.sse import EventEncoder, Formatter
 from gateway.cache.reuse import ResponseDeltas, ResponseReuse
 from gateway.choices import ChoiceDelta, ChoiceDeltas, together
+from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.hooks.hooks import RequestHooks
 from gateway.prompts import json_text
@@ -39,14 +39,26 @@ from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry.content import ResponseTrace
 from gateway.tools import chat_format
-from gateway.tools.cutter import CutterRules
+from gateway.tools.cutter import ChoiceCutters, CutDeltas, CutterRules
+from gateway.tools.vocabulary import Vocabulary, vocabulary_of
 
 _LOG = logging.getLogger(__name__)
-JSON = (b"content-type", b"application/json")
 # Of the tensors that a replica's errors name.
 _OPENAI_NAMES = {"text_input": "prompt", "input_ids": "prompt", "stop_words": "stop"}
 Body = ChatRequest | CompletionRequest
 FormatterType = type[Formatter]
+Handle = Callable[[Request, Tenant], Awaitable[Any]]
+
+
+class Opened(NamedTuple):
+    """A response as the caller gets it, the vocabulary of its model, and the context with that model."""
+
+    stream: ResponseDeltas
+    vocabulary: Vocabulary
+    context: RequestContext
+
+    def formatter(self, kind: FormatterType, body: Any) -> Formatter:
+        return kind(body, self.stream.request_id, self.stream.created_s, self.vocabulary)
 
 
 class OpenAIEndpoint:
@@ -75,6 +87,7 @@ class OpenAIEndpoint:
             status, error = 499, None
             async with ResponseStream(scope, receive, send, service.settings, service.watchdog) as response:
                 try:
+                    check_request_id(request_id)
                     await self._handle(response, request, tenant, body, request_id)
                     status = 200
                 except TridentError as exc:
@@ -112,17 +125,15 @@ class OpenAIEndpoint:
     async def _handle(
         self, response: ResponseStream, request: Request, tenant: Tenant, data: bytes, request_id: str
     ) -> None:
-        settings = self._service.settings
-        check_request_id(request_id)
         body = await self._read(data, tenant)
-        timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
+        timeout_s = requested_timeout_s(request.headers, self._service.settings)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
+        context = RequestContext(tenant, "http", self.operation, request_id, joined(request.headers.items()), session)
         opening = _opened(self._service, body, context, timeout_s, self._vocabulary, self._reuse.open)
-        async with opening as (stream, vocabulary, context):
+        async with opening as opened:
             # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
-            headers = partial(response_headers, request_id, stream.headers)
-            await self._respond(response, body, stream, vocabulary, headers, context)
+            headers = partial(response_headers, request_id, opened.stream.headers)
+            await self._respond(response, body, opened, headers)
 
     async def _read(self, data: bytes, tenant: Tenant) -> Body:
         """Return the body in ``data``. Raises: InvalidArgument."""
@@ -130,28 +141,16 @@ class OpenAIEndpoint:
         return body
 
     async def _respond(
-        self,
-        response: ResponseStream,
-        body: Any,
-        stream: ResponseDeltas,
-        vocabulary: Vocabulary,
-        headers: Callable[[], Headers],
-        context: RequestContext,
+        self, response: ResponseStream, body: Any, opened: Opened, headers: Callable[[], Headers]
     ) -> None:
         """Send the whole response, or its events. body: of ``_read``."""
-        formatter = self._formatter(body, stream.request_id, stream.created_s, vocabulary)
+        formatter, stream = opened.formatter(self._formatter, body), opened.stream
         if body.stream:
-            encoder = EventEncoder(
-                formatter,
-                body.choices,
-                include_usage=body.include_usage,
-                first_event=stream.first_event,
-                replayed=stream.replayed,
-            )
+            encoder = EventEncoder(formatter, stream.first_event, stream.replayed)
             await response.send_events(headers, stream.deltas, encoder)
         else:
-            fields = await _collect(formatter, stream.deltas, body, context.request_id)
-            await response.respond(200, [*headers(), JSON], orjson.dumps(fields))
+            fields = formatter.response(await together(stream.deltas, opened.context.request_id))
+            await response.respond(200, [*headers(), error_responses.JSON], orjson.dumps(fields))
 
     async def _send_error(self, response: ResponseStream, error: TridentError, request_id: str) -> None:
         """Send the error as a status or, if the status was sent already, as the stream's last event."""
@@ -180,10 +179,7 @@ class OpenAIEndpoint:
 async def complete(
     service: Service, vocabulary: Vocabulary, formatter_type: FormatterType, context: RequestContext, data: bytes
 ) -> dict[str, Any]:
-    """Return an endpoint's complete response to one JSON body, for requests that do not come over HTTP.
-
-    Raises: the TridentError that would have been the status; InvalidArgument for a body with ``stream``.
-    """
+    """Return an endpoint's whole response to a body that does not come over HTTP. Raises: as the status would be."""
     body: Body = schemas.parse(formatter_type.schema, data, service.settings)
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
@@ -193,9 +189,9 @@ async def complete(
         return ResponseDeltas(aiter(choices), choices.headers, choices.close, context.request_id, int(time.time()))
 
     opening = _opened(service, body, context, service.settings.request_timeout_s, vocabulary, generated)
-    async with opening as (stream, vocabulary, context):
-        formatter = formatter_type(body, stream.request_id, stream.created_s, vocabulary)
-        return await _collect(formatter, stream.deltas, body, context.request_id)
+    async with opening as opened:
+        completions = await together(opened.stream.deltas, context.request_id)
+        return opened.formatter(formatter_type, body).response(completions)
 
 
 async def _routed(
@@ -261,12 +257,8 @@ async def _opened(
     timeout_s: float,
     vocabulary: Vocabulary,
     open_: Callable[[Sequence[GenerationRequest], RequestContext], Awaitable[ResponseDeltas]],
-) -> AsyncIterator[tuple[ResponseDeltas, Vocabulary, RequestContext]]:
-    """Admit all choices of a request, or raise; close them on exit.
-
-    vocabulary: of a gateway without a table of models. open_: as ``ResponseReuse.open``.
-    Returns the response as the caller gets it, the vocabulary of its model, and the context with that.
-    """
+) -> AsyncIterator[Opened]:
+    """Admit all choices of a request, or raise; close them on exit. vocabulary: of a gateway without models."""
     with service.hooks.call(context) as hooks, service.response_trace(context) as trace:
         context = changed(context, trace=trace)
         requests, context, rules = await _routed(service, body, context, timeout_s, hooks)
@@ -283,7 +275,7 @@ async def _opened(
                 if hooks is not None or trace is not None:
                     replayed = tuple([await _shown(item, hooks, trace) for item in stream.replayed])
                     stream = replace(stream, deltas=_all_shown(stream.deltas, hooks, trace), replayed=replayed)
-                yield stream, vocabulary, context
+                yield Opened(stream, vocabulary, context)
             except BaseException as exc:
                 error = exc
                 raise
@@ -317,26 +309,22 @@ def _openai_name(field: str, body: Body) -> str:
     return _OPENAI_NAMES[tensor] + (f".{row.rstrip(']')}" if row else "")
 
 
-async def _collect(
-    formatter: Formatter, deltas: AsyncIterable[ChoiceDelta], body: Body, request_id: str
-) -> dict[str, Any]:
-    completions = await together(deltas, request_id)
-    return formatter.response(completions, usage_fields([completion.usage for completion in completions], body.choices))
-
-
-def counted_route(
-    service: Service, operation: str, path: str, **handlers: Callable[[Request, Tenant], Awaitable[Any]]
-) -> Route:
-    """Return the route of a path, whose responses are counted and have the request's id.
-
-    handlers: by HTTP method; what they return is sent, as JSON if it is no response.
-    """
+def answered(service: Service, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that sends what ``handle`` returns for a request and its tenant, as ``answering`` does."""
 
     async def handled(request: Request) -> Any:
-        handler = handlers["GET" if request.method == "HEAD" else request.method]
-        return await handler(request, await service.tenant(request.headers))
+        return await handle(request, await service.tenant(request.headers))
 
-    answer = error_responses.answering(handled)
+    return error_responses.answering(handled)
+
+
+def counted_route(service: Service, operation: str, path: str, **handlers: Handle) -> Route:
+    """Return a route, counted, with the request's id. handlers: by method; what is no response is sent as JSON."""
+
+    async def handled(request: Request, tenant: Tenant) -> Any:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request, tenant)
+
+    answer = answered(service, handled)
 
     async def endpoint(request: Request) -> Response:
         response = await answer(request)
@@ -349,21 +337,45 @@ def counted_route(
     return Route(path, endpoint, methods=list(handlers))
 
 
+def chosen(request: Request, name: str, *allowed: str) -> str:
+    """Return a parameter of the query, by default the first one allowed. Raises: InvalidArgument."""
+    value = request.query_params.get(name, allowed[0])
+    if value not in allowed:
+        raise InvalidArgument(name, f"must be one of {', '.join(allowed)}, got {value!r:.80}")
+    return value
+
+
+def limit(request: Request, default: int, most: int) -> int:
+    """Return the parameter ``limit`` of the query. Raises: InvalidArgument."""
+    text = request.query_params.get("limit", str(default))
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= most:
+        raise InvalidArgument("limit", f"must be an integer from 1 to {most}, got {text!r:.50}")
+    return int(text)
+
+
+def page(rows: Sequence[Mapping[str, Any]], has_more: bool) -> dict[str, Any]:
+    """Return a part of a list as OpenAI's clients page through it."""
+    ends = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None}
+    return {"object": "list", "data": rows, **ends, "has_more": has_more}
+
+
 def check_request_id(request_id: str) -> None:
     """Raises InvalidArgument for an id that cannot be a header's value."""
     if not can_travel(request_id):
         raise InvalidArgument("x-request-id", f"must be at most {MAX_REQUEST_ID} printable ASCII characters")
 
 
-def joined_headers(request: Request) -> dict[str, str]:
-    """Return the headers, those sent several times joined by commas."""
-    joined: dict[str, str] = {}
-    for name, value in request.headers.items():
-        joined[name] = f"{joined[name]}, {value}" if name in joined else value
-    return joined
+def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return headers by name, those sent several times joined by commas."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return found
 
 
-def requested_timeout_s(header: str | None, max_s: float) -> float:
+def requested_timeout_s(headers: Mapping[str, str], settings: Settings) -> float:
+    """Return the time that a request has. Raises: InvalidArgument."""
+    header, max_s = headers.get("x-trident-timeout-s"), settings.request_timeout_s
     if header is None:
         return max_s
     try:

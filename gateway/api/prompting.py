@@ -14,9 +14,7 @@ from clients.wire.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.admission.prompt_tokens import prompt_of, texts_of
-from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.strict_model import LevelLimit, StrictModel
-from gateway.api.vocabulary import vocabulary_of
 from gateway.choices import ChoiceDeltas, together
 from gateway.config.policy import ContextRules, ModelRules
 from gateway.config.settings import variable
@@ -28,7 +26,8 @@ from gateway.prompts.template import Rendered, over_budget
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.tools import chat_format
-from gateway.tools.cutter import CutterRules
+from gateway.tools.cutter import ChoiceCutters, CutDeltas, CutterRules
+from gateway.tools.vocabulary import vocabulary_of
 
 _SUMMARY_TEXT = 24  # tokens around a summary in the system message, on the high side
 _SUMMARY_ID = "-summary"
@@ -36,10 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PromptReference(StrictModel):
-    """The template that a request names, as OpenAI's Responses do.
-
-    id: its name, or NAME@VERSION. version: ``1.2.0``, ``1.2``, ``1`` or ``latest``; None: by the prompt's weights.
-    """
+    """The template that a request names. id: its name, or NAME@VERSION. version: None: by the prompt's weights."""
 
     id: Annotated[StrictStr, Field(min_length=1, max_length=128)]
     version: Annotated[StrictStr, Field(min_length=1, max_length=64)] | None = None
@@ -67,11 +63,7 @@ def prepared(registry: Registry | None, reference: PromptReference, context: Req
 
 
 async def weighed(used: Rendered, request: GenerationRequest, context: RequestContext) -> RequestContext:
-    """Return the context with the template's version and what of it is over its budget.
-
-    request: with the messages of ``Rendered.around``; the tokens are those of the context's model.
-    Raises: PromptTooLong where a budget refuses.
-    """
+    """Return the context with the template's version and what is over its budget. Raises: PromptTooLong."""
     notes, budgets = {**context.notes, "prompt": used.version}, used.template.budgets
     if budgets:
         messages = tuple((request.messages or ())[index] for index in used.own(request.messages or ()))
@@ -89,11 +81,7 @@ async def weighed(used: Rendered, request: GenerationRequest, context: RequestCo
 async def bounded(
     service: Service, requests: list[GenerationRequest], context: RequestContext, used: Rendered | None
 ) -> tuple[list[GenerationRequest], RequestContext]:
-    """Return the requests with a chat that fits their model, and the context with what was left out of it.
-
-    used: the template of the request, whose messages stay.
-    Raises: PromptTooLong where no part of the chat fits.
-    """
+    """Return requests whose chat fits their model, and a context that tells what is left out. Raises: PromptTooLong."""
     request, rules, model = requests[0], context.model.rules.context, context.model.rules
     limit, messages = context_limit(model), request.messages
     if rules is None or limit is None or not messages or request.truncate_prompt_tokens is not None:
@@ -152,10 +140,7 @@ async def bounded(
 
 
 async def with_room(requests: list[GenerationRequest], model: ModelRules) -> list[GenerationRequest]:
-    """Return requests whose ``max_tokens`` is the default, with at most what their prompts leave of the context.
-
-    Where context or prompt cannot be counted here, the replica refuses what does not fit.
-    """
+    """Lower a default ``max_tokens`` to what prompts leave of the context; a replica refuses where it is unknown."""
     if model.tokenizer is None or requests[0].truncate_prompt_tokens == -1:
         return requests
     try:

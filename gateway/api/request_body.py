@@ -23,9 +23,7 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
     """Return the body, its bytes counted in ``lease``: all at once where the length is announced, else as they arrive.
 
     An upload that the budget has no room for returns what it holds at once, so that concurrent uploads can complete.
-
-    Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, InvalidArgument for a body that is encoded, and
-    Overloaded if ``lease`` cannot hold it.
+    Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, Overloaded, InvalidArgument for an encoded body.
     """
     if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise InvalidArgument("content-encoding", f"must be identity or left out, got {encoding:.40}")
@@ -55,10 +53,7 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
 
 
 async def read_small(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a request that is no generation, outside the budget of those.
-
-    Raises: BodyTooLarge, DeadlineExceeded, Cancelled.
-    """
+    """Return a body outside the budget of generations. Raises: BodyTooLarge, DeadlineExceeded, Cancelled."""
     try:
         with BodyBudget(max_bytes, max_bytes).lease("") as lease:
             return await read(request, lease, max_bytes, timeout_s)
@@ -69,10 +64,7 @@ async def read_small(request: Request, max_bytes: int, timeout_s: float) -> byte
 
 
 async def drained(request: Request) -> bool:
-    """Read the rest of a rejected request's body, so that its client gets the response.
-
-    Returns False if there was more than ``MAX_UNREAD_BYTES`` or it took too long; the connection must then be closed.
-    """
+    """Read the rest of a rejected body, so that its client gets the response; False: the connection must be closed."""
 
     async def read() -> bool:
         size = 0
@@ -91,10 +83,7 @@ async def drained(request: Request) -> bool:
 
 
 async def discard(receive: Receive) -> None:
-    """Read what is left of a rejected body until its end, the client's disconnect, or ``LINGER_S``.
-
-    A client that is still sending when its connection closes never sees the response.
-    """
+    """Read the rest of a body for LINGER_S at most: a client that still sends when it closes sees no response."""
 
     async def drain() -> None:
         while (message := await receive())["type"] == "http.request" and message.get("more_body"):

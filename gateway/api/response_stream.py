@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,53 +28,40 @@ EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 ]
-_Item = TypeVar("_Item")
-_Encoded = TypeVar("_Encoded", contravariant=True)
-_Read = TypeVar("_Read", covariant=True)
 
 
-class ClosableIterator(Protocol[_Read]):
+class ClosableIterator(Protocol):
     """An asynchronous iterator that is closed by its reader."""
 
-    def __aiter__(self) -> AsyncIterator[_Read]: ...
-    async def __anext__(self) -> _Read: ...
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+    async def __anext__(self) -> Any: ...
     async def aclose(self) -> None: ...
 
 
-class Encoder(Protocol[_Encoded]):
-    """Encodes the items of a stream as server-sent events."""
+class Encoder(Protocol):
+    """Encodes the items of a stream as server-sent events; none is empty."""
 
-    def encode(self, item: _Encoded) -> bytes:
-        """Return the events of one item; empty for none."""
-
-    def end(self) -> bytes:
-        """Return the events that end the stream."""
-
-    def failed(self, error: TridentError) -> bytes:
-        """Return the events that end the stream with an error."""
+    def encode(self, item: Any) -> bytes: ...
+    def end(self) -> bytes: ...
+    def failed(self, error: TridentError) -> bytes: ...
 
 
 class ResponseStream:
-    """Write one HTTP response. Used as ``async with ResponseStream(...) as response`` by the task that handles it.
+    """Write one HTTP response: ``async with ResponseStream(...) as response``, by the task that handles it.
 
     If the client disconnects, or reads nothing for ``stall_timeout_s``, that task is cancelled, and the block swallows
     this one cancellation. Between the start and the end of an event stream, silence is filled with heartbeats.
-
-    started: whether the status was sent.
-    aborted: why the task was cancelled: ``disconnected`` or ``stalled``; empty if it was not.
-    encoder: of the event stream, if it is one.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, watchdog: Watchdog) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._settings, self._watchdog = settings, watchdog
-        self._sending_since_s = 0.0
-        self._sent_s = 0.0
+        self._sending_since_s = self._sent_s = 0.0
         self._streaming = self._ended = False
         self._heartbeats: set[asyncio.Task[None]] = set()
-        self.started = False
-        self.aborted = ""
-        self.encoder: Encoder[Any] | None = None
+        self.started = False  # whether the status was sent
+        self.aborted = ""  # why the task was cancelled: "disconnected" or "stalled"
+        self.encoder: Encoder | None = None
 
     async def __aenter__(self) -> ResponseStream:
         self._task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -107,17 +94,14 @@ class ResponseStream:
         await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def send_events(
-        self, headers: Callable[[], Headers], items: ClosableIterator[_Item], encoder: Encoder[_Item]
-    ) -> None:
+    async def send_events(self, headers: Callable[[], Headers], items: ClosableIterator, encoder: Encoder) -> None:
         """Send an event stream of ``items`` and close them, whatever happens.
 
-        The status is sent with the first item, so that an error before it can still be a status, or after
-        ``heartbeat_s`` without one, or at once if the request is held. headers: called when the status is sent, and at
-        the end: headers that are new then are sent as comments.
+        The status is sent with the first item, so that an error before it can still be one, or after ``heartbeat_s``,
+        or at once if the request is held. headers: called then, and at the end: what is new is sent as comments.
         """
         self.encoder = encoder
-        first = asyncio.ensure_future(_next(items))
+        first = asyncio.ensure_future(anext(items, None))
         try:
             held = any(name.decode() == HELD for name, _ in headers())
             done, _ = await asyncio.wait((first,), timeout=0.0 if held else self._settings.heartbeat_s)
@@ -184,7 +168,3 @@ class ResponseStream:
         if not self.aborted:
             self.aborted = reason
             self._task.cancel()
-
-
-async def _next(items: ClosableIterator[_Item]) -> _Item | None:
-    return await anext(items, None)

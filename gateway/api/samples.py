@@ -25,18 +25,13 @@ _Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{
 
 
 class Feedback(StrictModel):
-    """How good an answer was.
+    """How good an answer was, by its rating, its score or both."""
 
-    request_id, response_id: the answer's ``x-request-id`` or ``id``; one of them.
-    choice: its index; None for all choices.
-    rating, score: one of them or both; a score from 0.5 is ``up``.
-    """
-
-    request_id: _Id | None = None
-    response_id: _Id | None = None
-    choice: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
+    request_id: _Id | None = None  # the answer's ``x-request-id``
+    response_id: _Id | None = None  # in place of that the answer's ``id``
+    choice: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None  # None for all choices
     rating: Literal["up", "down"] | None = None
-    score: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
+    score: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None  # from 0.5 it is ``up``
     comment: Annotated[str, Field(max_length=4096)] = ""
     labels: Annotated[list[_Label], Field(max_length=16)] = []
 

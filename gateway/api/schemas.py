@@ -1,27 +1,18 @@
 """Parse OpenAI request bodies and convert them to GenerationRequests.
 
 Every field is either applied or rejected by name; none is ignored. A field that is not supported is accepted with the
-value that changes nothing (an empty ``logit_bias``, ``n=1``). Beside OpenAI's own fields, the
-usual extensions of open servers are supported: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
-stop_token_ids, skip_special_tokens, truncate_prompt_tokens.
+value that changes nothing (an empty ``logit_bias``, ``n=1``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import (
-    BeforeValidator,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    WithJsonSchema,
-)
+import pydantic
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, WithJsonSchema
 
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
@@ -29,7 +20,6 @@ from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import PLACE_IN_TAG, GuidedBody, schema_error
 from gateway.api.prompting import PromptReference
 from gateway.api.strict_model import WHOLE, LevelLimit, StrictModel
-from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.prompts.template import Rendered
 from gateway.tools import chat_format, guide
@@ -37,7 +27,9 @@ from gateway.tools.chat_format import OPEN, TAGGED, ChatFormat
 from gateway.tools.cutter import CutterRules
 
 MAX_STOPS = 100  # the tokenizer model's limit
+MAX_TOOLS = 128
 MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
+_UNION_MEMBERS = ("str", "int", "float", "TextPart", "NamedTool", "NamedFunction", "Document")  # in pydantic's errors
 MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repeats
 _Number = StrictFloat  # accepts integers too
 _Integer = Annotated[StrictInt, WHOLE]
@@ -51,10 +43,7 @@ _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 
 def _check_entries(value: Any) -> Any:
-    """Reject a list or an object with too many entries before each entry is validated.
-
-    The published schema omits the limit: a tool that tests the schema would send hundreds of megabytes to exceed it.
-    """
+    """Reject too many entries before each one is validated. Not published: tools would send megabytes to exceed it."""
     if isinstance(value, dict | list) and len(value) > MAX_ENTRIES:
         raise ValueError(f"must have at most {MAX_ENTRIES} entries, got {len(value)}")
     return value
@@ -79,6 +68,70 @@ def _check_unset(value: Any) -> Any:
 _Unsupported = Annotated[Any, BeforeValidator(_check_unset), _only([])]
 
 
+class FunctionName(StrictModel):
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(FunctionName):
+    """strict: accepted; arguments are held to ``parameters`` in any case."""
+
+    description: StrictStr | None = None
+    parameters: Annotated[dict[str, Any], LevelLimit] | None = None
+    strict: StrictBool | None = None
+
+
+class NamedTool(StrictModel):
+    """A tool by its name alone, as in ``tool_choice``."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Tool(NamedTool):
+    function: Function
+
+
+class CalledFunction(StrictModel):
+    name: StrictStr
+    arguments: StrictStr
+
+
+class ToolCall(StrictModel):
+    """A call that the assistant made earlier. index: as streamed deltas have it; not used."""
+
+    id: Annotated[StrictStr, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[StrictInt, WHOLE] | None = None
+
+    def plain(self, path: str) -> dict[str, Any]:
+        """Return the call without its index. path: names it in an error."""
+        if not is_whole(self.function.arguments):
+            raise InvalidArgument(f"{path}.function.arguments", "must be a JSON object")
+        return self.model_dump(exclude={"index"})
+
+
+def is_whole(arguments: str) -> bool:
+    """Return whether the arguments of a call are a JSON object; those of one that was cut are not."""
+    try:
+        return isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools as chat templates get them. Raises: InvalidArgument for two of one name."""
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidArgument(f"tools.{index}.function.name", f"must differ from the others, got {name} twice")
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
 class StreamOptions(StrictModel):
     include_usage: StrictBool = False
     include_obfuscation: Literal[False] = False  # random padding of chunks: not supported
@@ -90,18 +143,14 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """One message of a chat. Role ``developer`` is OpenAI's newer name of ``system``.
-
-    reasoning_content: of an earlier response; chat templates decide whether the model sees it again.
-    The four fields after it are accepted so that a client can send back a response message unchanged.
-    """
+    """One message of a chat; the last four fields are accepted so that a response's message can be sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], _FIRST, EntryLimit] | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST, EntryLimit] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None  # of the function or the participant; templates decide whether the model sees it
-    reasoning_content: StrictStr | None = None
+    reasoning_content: StrictStr | None = None  # of an earlier response; templates decide as of the name
     refusal: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
@@ -126,6 +175,8 @@ class Message(StrictModel):
 
 _THINKING = ("enable_thinking", "thinking")  # the variables by which templates switch reasoning
 _TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
+_SAMPLING = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+_SAMPLING += ["min_tokens", "ignore_eos"]
 
 
 class _Sampling(GuidedBody):
@@ -172,11 +223,7 @@ class _Sampling(GuidedBody):
     def held(
         self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
     ) -> tuple[list[GenerationRequest], CutterRules | None]:
-        """Return the requests, held to the model's form of tool calls, and what is cut out of their outputs.
-
-        form: of the model that serves them.
-        Raises: InvalidArgument.
-        """
+        """Return the requests, held to the model's form of tool calls, and what is cut out of their outputs."""
         return requests, None
 
     def check(self) -> None:
@@ -187,26 +234,14 @@ class _Sampling(GuidedBody):
             raise InvalidArgument("stream_options", "must be left out without stream=true")
 
     def requests(
-        self,
-        prompt: dict[str, Any],
-        max_tokens: int,
-        timeout_s: float,
-        log_probs: int | None,
-        **more: Any,
+        self, prompt: dict[str, Any], max_tokens: int, timeout_s: float, log_probs: int | None, **more: Any
     ) -> list[GenerationRequest]:
         """Return one request for each choice. A seed increases by 1 from choice to choice, so that they differ.
 
-        prompt: ``text_input``, ``messages`` and what belongs to them, or ``input_ids``. log_probs: number of
-        alternatives per token; None for no log probabilities. more: further fields of
-        GenerationRequest.
+        log_probs: alternatives per token; None for no log probabilities. prompt, more: fields of GenerationRequest.
         Raises: InvalidArgument.
         """
-        sampling = {
-            name: value
-            for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
-            + ("repetition_penalty", "min_tokens")
-            if (value := getattr(self, name)) is not None
-        }
+        sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             sampling["top_k"] = max(0, self.top_k)  # other servers use -1 for "all"
         if log_probs is not None:
@@ -301,12 +336,8 @@ class ChatRequest(_Sampling):
         if self._template_variables:
             prompt["chat_template_kwargs"] = orjson.dumps(self._template_variables).decode()
         prompt |= self._tool_fields()
-        return self.requests(
-            prompt,
-            next(iter(limits), settings.default_max_tokens),
-            timeout_s,
-            (self.top_logprobs or 0) if self.logprobs else None,
-        )
+        max_tokens = next(iter(limits), settings.default_max_tokens)
+        return self.requests(prompt, max_tokens, timeout_s, (self.top_logprobs or 0) if self.logprobs else None)
 
     def _tool_fields(self) -> dict[str, Any]:
         """Return the fields of a GenerationRequest that tell a model its tools."""
@@ -316,8 +347,7 @@ class ChatRequest(_Sampling):
                 raise InvalidArgument("tool_choice", "must be none or auto without tools")
             return {}
         if isinstance(choice, NamedTool) and choice.function.name not in self._tool_names:
-            problem = f"must be one of the tools, got {choice.function.name}"
-            raise InvalidArgument("tool_choice.function.name", problem)
+            raise InvalidArgument("tool_choice.function.name", f"must be one of the tools, got {choice.function.name}")
         return {
             "tools": orjson.dumps(plain_tools(self._tools)).decode(),
             "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice,
@@ -343,7 +373,9 @@ class ChatRequest(_Sampling):
                 raise InvalidArgument("continue_ids", "must be left out with tools")
             guided = settings.tool_guides
             if guided:
-                held = self._tool_guide(form, held)
+                choice, parallel = self.tool_choice or guide.AUTO, self.parallel_tool_calls is not False
+                name = choice.function.name if isinstance(choice, NamedTool) else choice
+                held = guide.tool_guide(plain_tools(self._tools), name, parallel, form, held)
             else:
                 self._check_without_guide(held)
         elif held is not None:
@@ -362,11 +394,6 @@ class ChatRequest(_Sampling):
             shown = requests[0].skip_special_tokens and not rules.drops_special
             requests = [dataclasses.replace(request, guide=held, skip_special_tokens=shown) for request in requests]
         return requests, rules if rules.names or rules.reasoning else None
-
-    def _tool_guide(self, form: ChatFormat, answer: Guide | None) -> Guide:
-        choice = self.tool_choice or guide.AUTO
-        name = choice.function.name if isinstance(choice, NamedTool) else choice
-        return guide.tool_guide(plain_tools(self._tools), name, self.parallel_tool_calls is not False, form, answer)
 
     def tools_error(self, error: InvalidArgument, held: Guide) -> InvalidArgument:
         """Return an engine's error about the guide of a request with tools: the tool's field, or the answer's."""
@@ -478,7 +505,7 @@ def checked(kind: type[Any], fields: dict[str, Any]) -> Any:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
         return kind.model_validate(fields)
-    except ValidationError as exc:
+    except pydantic.ValidationError as exc:
         raise _error(exc) from exc
 
 
@@ -490,7 +517,7 @@ def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
     return body
 
 
-def _error(failed: ValidationError) -> InvalidArgument:
+def _error(failed: pydantic.ValidationError) -> InvalidArgument:
     """Return the error of the first wrong field."""
     errors = failed.errors(include_url=False, include_context=False, include_input=False)
     # A union reports one error per member: the member that matched best failed at the deepest path.
@@ -515,9 +542,6 @@ def _shown(name: str) -> str:
 
 def _path(error: Any) -> tuple[int | str, ...]:
     """Return an error's path in the body, without pydantic's names of union members."""
-    parts = (part for part in error["loc"] if isinstance(part, int) or part.isidentifier())
     return tuple(
-        part
-        for part in parts
-        if part not in ("str", "int", "float", "TextPart", "NamedTool", "NamedFunction", "Document")
+        part for part in error["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _UNION_MEMBERS)
     )

@@ -13,8 +13,8 @@ from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
 from gateway.api.error_responses import error_object
-from gateway.api.vocabulary import Vocabulary
 from gateway.choices import ChoiceDelta
+from gateway.tools.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 # Line ends of str.splitlines, beside those that JSON escapes anyway: some clients split events with it.
@@ -23,10 +23,7 @@ _MARK = secrets.token_hex(16)  # stands for the text in a template; no client ca
 
 
 class Formatter(ABC):
-    """The JSON of the responses to one request. ``choice`` is the index of a generation among those of the request.
-
-    schema: of the request. prefix: of ids. objects: the ``object`` of a response and of a chunk.
-    """
+    """The JSON of the responses to one request. objects: the ``object`` of a response and of a chunk."""
 
     operation: str
     schema: type[Any]
@@ -34,7 +31,7 @@ class Formatter(ABC):
     objects: tuple[str, str]
 
     def __init__(self, request: Any, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
-        self._request, self._vocabulary = request, vocabulary
+        self.request, self._vocabulary = request, vocabulary
         self._head = {"id": f"{self.prefix}-{request_id}", "created": created_s, "model": request.model}
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
@@ -49,16 +46,18 @@ class Formatter(ABC):
     def _choice(self, choice: int, completion: Completion) -> dict[str, Any]:
         """Return a choice of the complete response."""
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
+        usage = usage_fields(usages, self.request.choices)
         return {**self._head, "object": self.objects[1], "choices": [], "usage": usage}
 
-    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._choice(choice, completion) for choice, completion in enumerate(completions)]
+        usage = usage_fields([completion.usage for completion in completions], self.request.choices)
         return {**self._head, "object": self.objects[0], "choices": choices, "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.objects[1], "choices": [choice]}
-        return {**chunk, "usage": None} if self._request.include_usage else chunk
+        return {**chunk, "usage": None} if self.request.include_usage else chunk
 
 
 class EventEncoder:
@@ -66,23 +65,14 @@ class EventEncoder:
 
     A delta that only adds text, as almost all do, is written into a template made once for each choice.
 
-    choices_per_prompt: how many consecutive choices share a prompt, which counts once in the usage.
-    include_usage: whether the stream ends with the usage.
     first_event: number of the first delta, which becomes its event's ``id``; None: events have no ids.
     replayed: deltas that the client has received already on an earlier connection.
     """
 
     def __init__(
-        self,
-        formatter: Formatter,
-        choices_per_prompt: int = 1,
-        *,
-        include_usage: bool = False,
-        first_event: int | None = None,
-        replayed: Iterable[ChoiceDelta] = (),
+        self, formatter: Formatter, first_event: int | None = None, replayed: Iterable[ChoiceDelta] = ()
     ) -> None:
-        self._formatter, self._choices_per_prompt = formatter, choices_per_prompt
-        self._include_usage = include_usage
+        self._formatter = formatter
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         self._usages: dict[int, Usage | None] = {}
         self._number: int | None = None
@@ -112,10 +102,10 @@ class EventEncoder:
 
     def end(self) -> bytes:
         """Return the usage event, if the client asked for it, and the end of the stream."""
-        if not self._include_usage:
+        if not self._formatter.request.include_usage:
             return DONE
         usages = [self._usages[choice] for choice in sorted(self._usages)]
-        return encode_event(self._formatter.usage_chunk(usage_fields(usages, self._choices_per_prompt))) + DONE
+        return encode_event(self._formatter.usage_chunk(usages)) + DONE
 
     def failed(self, error: TridentError) -> bytes:
         return encode_event(error_object(error))
@@ -138,10 +128,7 @@ def encode_event(fields: Mapping[str, Any]) -> bytes:
 
 
 def usage_fields(usages: Sequence[Usage | None], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the ``usage`` object of a response. A prompt counts once, however many choices it has.
-
-    usages: of all choices, prompt by prompt; None for a choice without a count.
-    """
+    """Return a response's ``usage``. A prompt counts once. usages: prompt by prompt; None for a choice without one."""
     known = [usage or Usage(0, 0) for usage in usages]
     prompts = known[::choices_per_prompt]
     input_tokens, output_tokens = sum(usage.input_tokens for usage in prompts), sum(u.output_tokens for u in known)

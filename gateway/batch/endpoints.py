@@ -1,4 +1,4 @@
-"""Serve /v1/files and /v1/batches as OpenAI's clients use them.
+"""Files and batches as OpenAI's clients use them: database, endpoints and worker over a running service.
 
 A tenant sees its own files and batches; another tenant's gives the same response as one that never existed.
 """
@@ -7,32 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field, StrictStr
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from contract.errors import InvalidArgument, Overloaded
 from gateway.api import admin
-from gateway.api.openai_http import counted_route
-from gateway.api.strict_model import StrictModel
-from gateway.batch import multipart
-from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
-from gateway.batch.webhook import Webhooks
-from gateway.batch.worker import FORMATTERS
+from gateway.api.openai_http import chosen, complete, counted_route, limit, page
+from gateway.api.strict_model import Metadata, StrictModel
+from gateway.batch import multipart, webhook
+from gateway.batch.pace import InteractiveSignals
+from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchLimits, BatchStore, File, FileTooLarge
+from gateway.batch.worker import FORMATTERS, BatchWorker
 from gateway.config.tenant import Tenant
 from gateway.service import Service
+from gateway.tools.vocabulary import Vocabulary
 
 MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 4  # at once, of all tenants and of one
 MAX_WINDOW_HOURS = 168
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 MAX_LISTED, MAX_FILES_LISTED = 100, 10_000
-_Text = Annotated[StrictStr, Field(max_length=512)]
 
 
 class BatchRequest(StrictModel):
@@ -41,27 +40,45 @@ class BatchRequest(StrictModel):
     input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
     endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMATTERS)})
     completion_window: StrictStr = Field(json_schema_extra={"enum": ["24h"]})
-    metadata: dict[Annotated[StrictStr, Field(max_length=64)], _Text] | None = Field(default=None, max_length=16)
+    metadata: Metadata | None = None
     webhook_url: StrictStr | None = None
 
     @property
     def window_s(self) -> float:
         found = _WINDOW.fullmatch(self.completion_window)
         if found is None or int(found[1]) > MAX_WINDOW_HOURS:
-            raise InvalidArgument(
-                "completion_window", f"must be 1h to {MAX_WINDOW_HOURS}h, got {self.completion_window!r:.50}"
-            )
+            problem = f"must be 1h to {MAX_WINDOW_HOURS}h, got {self.completion_window!r:.50}"
+            raise InvalidArgument("completion_window", problem)
         return int(found[1]) * 3600.0
 
 
-class BatchEndpoints:
-    """The routes of files and batches. wake: called when a batch was created or cancelled."""
+class Batches:
+    """Started after the service and closed before. Raises: InvalidArgument if a setting cannot be used."""
 
-    def __init__(self, service: Service, store: BatchStore, webhooks: Webhooks, wake: Callable[[], None]) -> None:
-        self._service, self._store, self._webhooks, self._wake = service, store, webhooks, wake
+    def __init__(self, service: Service, vocabulary: Vocabulary) -> None:
+        settings, signals = service.settings, InteractiveSignals(service)
+        assert settings.batch_db is not None, "batches are off"
+        self._service, self._webhooks = service, webhook.configured(settings)
         self._uploads: list[str] = []  # the tenant of each
+        bounds = {name: getattr(settings, f"batch_{name}") for name in ("max_file_bytes", "max_bytes", "max_batches")}
+        self._store = BatchStore(settings.batch_db, BatchLimits(**bounds))
+        self._worker = BatchWorker(
+            self._store,
+            partial(complete, service, vocabulary),
+            service.authentication.named,
+            signals,
+            service.metrics.registry,
+            self._webhooks,
+            settings,
+            on_cut=signals.forget,
+        )
+        self.start = self._worker.start
 
-    async def upload(self, request: Request, tenant: Tenant) -> Response:
+    async def close(self) -> None:
+        await self._worker.close()
+        self._store.close()
+
+    async def upload(self, request: Request, tenant: Tenant) -> Any:
         if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS}/{MAX_UPLOADS} files are being uploaded", 5.0)
         alone = self._service.configuration.keyless  # there is no other tenant to keep a share for
@@ -69,7 +86,7 @@ class BatchEndpoints:
             raise Overloaded(f"{MAX_TENANT_UPLOADS}/{MAX_TENANT_UPLOADS} files of this tenant are being uploaded", 5.0)
         self._uploads.append(tenant.name)
         try:
-            return _json(_file(await self._upload(request, tenant.name)))
+            return _file(await self._upload(request, tenant.name))
         finally:
             self._uploads.remove(tenant.name)
 
@@ -98,32 +115,27 @@ class BatchEndpoints:
                 await asyncio.shield(asyncio.to_thread(self._store.abandon_file, file_id))
             raise
 
-    async def files(self, request: Request, tenant: Tenant) -> Response:
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
-        purpose = request.query_params.get("purpose")
-        if purpose not in (None, PURPOSE, OUTPUT_PURPOSE):
-            raise InvalidArgument("purpose", f"must be {PURPOSE} or {OUTPUT_PURPOSE}, got {purpose!r:.50}")
+    async def files(self, request: Request, tenant: Tenant) -> Any:
+        query = request.query_params
         found, more = await asyncio.to_thread(
             self._store.files,
             tenant.name,
-            _limit(request, MAX_FILES_LISTED, MAX_FILES_LISTED),
-            request.query_params.get("after", ""),
-            purpose=purpose or "",
-            oldest_first=order == "asc",
+            limit(request, MAX_FILES_LISTED, MAX_FILES_LISTED),
+            query.get("after", ""),
+            purpose=chosen(request, "purpose", PURPOSE, OUTPUT_PURPOSE) if "purpose" in query else "",
+            oldest_first=chosen(request, "order", "desc", "asc") == "asc",
         )
-        return _list([_file(file) for file in found], more)
+        return page([_file(file) for file in found], more)
 
-    async def file(self, request: Request, tenant: Tenant) -> Response:
-        return _json(_file(await asyncio.to_thread(self._store.file, tenant.name, request.path_params["id"])))
+    async def file(self, request: Request, tenant: Tenant) -> Any:
+        return _file(await asyncio.to_thread(self._store.file, tenant.name, request.path_params["id"]))
 
-    async def delete_file(self, request: Request, tenant: Tenant) -> Response:
+    async def delete_file(self, request: Request, tenant: Tenant) -> Any:
         file_id = request.path_params["id"]
         await asyncio.to_thread(self._store.delete_file, tenant.name, file_id)
-        return _json({"id": file_id, "object": "file", "deleted": True})
+        return {"id": file_id, "object": "file", "deleted": True}
 
-    async def content(self, request: Request, tenant: Tenant) -> Response:
+    async def content(self, request: Request, tenant: Tenant) -> Any:
         file_id = request.path_params["id"]
         file = await asyncio.to_thread(self._store.file, tenant.name, file_id)
         parts = await asyncio.to_thread(self._store.content, tenant.name, file_id)
@@ -135,38 +147,37 @@ class BatchEndpoints:
         headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
         return StreamingResponse(read(), headers=headers, media_type="application/octet-stream")
 
-    async def create(self, request: Request, tenant: Tenant) -> Response:
+    async def create(self, request: Request, tenant: Tenant) -> Any:
         body = await admin.body(self._service, request, BatchRequest)
         if body.endpoint not in FORMATTERS:
             raise InvalidArgument("endpoint", f"must be {' or '.join(FORMATTERS)}, got {body.endpoint!r:.100}")
         if body.webhook_url is not None:
             self._webhooks.check(body.webhook_url)
+        fields = body.model_dump(include={"endpoint", "input_file_id", "completion_window"})
         batch = await asyncio.to_thread(
             self._store.create_batch,
             tenant.name,
             tenant.levels[-1].name if tenant.levels else "",
-            endpoint=body.endpoint,
-            input_file_id=body.input_file_id,
-            completion_window=body.completion_window,
             window_s=body.window_s,
             metadata=body.metadata or {},
             webhook_url=body.webhook_url or "",
+            **fields,
         )
-        self._wake()
-        return _json(_batch(batch))
+        self._worker.wake()
+        return _batch(batch)
 
-    async def batches(self, request: Request, tenant: Tenant) -> Response:
-        after, limit = request.query_params.get("after", ""), _limit(request, 20, MAX_LISTED)
-        found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit, after)
-        return _list([_batch(batch) for batch in found], more)
+    async def batches(self, request: Request, tenant: Tenant) -> Any:
+        after = request.query_params.get("after", "")
+        found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit(request, 20, MAX_LISTED), after)
+        return page([_batch(batch) for batch in found], more)
 
-    async def batch(self, request: Request, tenant: Tenant) -> Response:
-        return _json(_batch(await asyncio.to_thread(self._store.batch, tenant.name, request.path_params["id"])))
+    async def batch(self, request: Request, tenant: Tenant) -> Any:
+        return _batch(await asyncio.to_thread(self._store.batch, tenant.name, request.path_params["id"]))
 
-    async def cancel(self, request: Request, tenant: Tenant) -> Response:
+    async def cancel(self, request: Request, tenant: Tenant) -> Any:
         batch = await asyncio.to_thread(self._store.cancel, tenant.name, request.path_params["id"])
-        self._wake()
-        return _json(_batch(batch))
+        self._worker.wake()
+        return _batch(batch)
 
     def routes(self) -> list[Route]:
         files, batches = (partial(counted_route, self._service, name) for name in ("files", "batches"))
@@ -197,13 +208,6 @@ def _expiry_s(fields: Mapping[str, str]) -> float | None:
     return float(seconds)
 
 
-def _limit(request: Request, default: int, maximum: int) -> int:
-    text = request.query_params.get("limit", str(default))
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= maximum:
-        raise InvalidArgument("limit", f"must be an integer from 1 to {maximum}, got {text!r:.50}")
-    return int(text)
-
-
 def _file(file: File) -> dict[str, Any]:
     shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
     return {"object": "file", "status": "processed", **{name: getattr(file, name) for name in shown}}
@@ -230,12 +234,3 @@ def _batch(batch: Batch) -> dict[str, Any]:
         "metadata": dict(batch.metadata),
         "webhook_url": batch.webhook_url or None,
     }
-
-
-def _list(data: list[dict[str, Any]], has_more: bool) -> Response:
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return _json({"object": "list", "data": data, **ends, "has_more": has_more})
-
-
-def _json(table: Mapping[str, Any]) -> Response:
-    return Response(orjson.dumps(table), media_type="application/json")

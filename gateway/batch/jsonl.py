@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import orjson
 
 from contract.errors import TridentError
 from gateway.api import error_responses
-from gateway.api.caller_errors import for_caller
+from gateway.api.error_responses import for_caller
 from gateway.batch.store import Line
 
 MAX_CUSTOM_ID = 512
@@ -20,11 +20,7 @@ MAX_LEVELS = 254  # of a body; orjson reads deeper ones and cannot write them
 
 @dataclass(eq=False)
 class LineReader:
-    """Read the requests of a file of JSON lines; an error in any line fails the whole batch.
-
-    A request's body is checked when it runs, and then only that request fails. Blank lines are skipped.
-    errors: the ``errors.data`` of the batch.
-    """
+    """Read a file of JSON lines: one wrong line fails the batch. Bodies are checked later. errors: of the batch."""
 
     batch_id: str
     endpoint: str
@@ -50,67 +46,63 @@ class LineReader:
                 break
         yield from self._line(rest)
         if not self.count and not self.errors:
-            self._add_error("empty_file", "the file must hold at least one request", line=None)
+            message = "the file must hold at least one request"
+            self.errors.append({"code": "empty_file", "message": message, "param": None, "line": None})
 
     def _over(self) -> bool:
         return len(self.errors) >= MAX_ERRORS or self.count > self.max_lines
 
-    def _line(self, text: bytes) -> Iterator[Line]:
+    def _line(self, text: bytes) -> Sequence[Line]:
+        """Return the request in a line; none where it is blank or wrong."""
         self._line_number += 1
         if len(text) > self.max_line_bytes:
-            self._add_error("line_too_long", f"must be at most {self.max_line_bytes} bytes")
-            return
+            return self._wrong("line_too_long", f"must be at most {self.max_line_bytes} bytes")
         if not text.strip():
-            return
+            return ()
         try:
             table = orjson.loads(text)
         except orjson.JSONDecodeError as exc:
-            self._add_error("invalid_json_line", f"must be JSON: {exc}")
-            return
+            return self._wrong("invalid_json_line", f"must be JSON: {exc}")
         if not isinstance(table, dict):
-            self._add_error("invalid_json_line", "must be a JSON object")
-            return
+            return self._wrong("invalid_json_line", "must be a JSON object")
         if not self._checked(table):
-            return
+            return ()
         try:
             body = orjson.dumps(table["body"])
         except orjson.JSONEncodeError:
-            self._add_error("invalid_body", f"must nest at most {MAX_LEVELS} levels", "body")
-            return
+            return self._wrong("invalid_body", f"must nest at most {MAX_LEVELS} levels", "body")
         self.count += 1
         if self.count > self.max_lines:
-            self._add_error("too_many_lines", f"the file must hold at most {self.max_lines} requests")
-            return
-        yield Line(self.batch_id, self.count - 1, table["custom_id"], body)
+            return self._wrong("too_many_lines", f"the file must hold at most {self.max_lines} requests")
+        return (Line(self.batch_id, self.count - 1, table["custom_id"], body),)
 
     def _checked(self, table: Mapping[str, Any]) -> bool:
         before = len(self.errors)
         unknown = sorted(table.keys() - {"custom_id", "method", "url", "body"})
         custom_id, body = table.get("custom_id"), table.get("body")
         if unknown:
-            self._add_error("unknown_field", "must be one of custom_id, method, url and body", unknown[0])
+            self._wrong("unknown_field", "must be one of custom_id, method, url and body", unknown[0])
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-            self._add_error("invalid_custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
+            self._wrong("invalid_custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
         elif custom_id in self._seen:
-            self._add_error("duplicate_custom_id", "must differ from that of every earlier line", "custom_id")
+            self._wrong("duplicate_custom_id", "must differ from that of every earlier line", "custom_id")
         else:
             self._seen.add(custom_id)
         if table.get("method") != "POST":
-            self._add_error("invalid_method", "must be POST", "method")
+            self._wrong("invalid_method", "must be POST", "method")
         if table.get("url") != self.endpoint:
-            self._add_error("mismatched_url", f"must be {self.endpoint}, the endpoint of this batch", "url")
+            self._wrong("mismatched_url", f"must be {self.endpoint}, the endpoint of this batch", "url")
         if not isinstance(body, dict):
-            self._add_error("invalid_body", "must be a JSON object", "body")
+            self._wrong("invalid_body", "must be a JSON object", "body")
         elif body.get("stream"):
-            self._add_error("invalid_body", "must be false: a batch has no streams", "body.stream")
+            self._wrong("invalid_body", "must be false: a batch has no streams", "body.stream")
         return len(self.errors) == before
 
-    def _add_error(self, code: str, problem: str, param: str | None = None, line: int | None = -1) -> None:
-        where = "" if line is None else f"line {self._line_number}: "
-        message = f"{where}{param}: {problem}" if param else f"{where}{problem}"
+    def _wrong(self, code: str, problem: str, param: str | None = None) -> Sequence[Line]:
         if len(self.errors) < MAX_ERRORS:
-            number = None if line is None else self._line_number
-            self.errors.append({"code": code, "message": message, "param": param, "line": number})
+            message = ": ".join(filter(None, (f"line {self._line_number}", param, problem)))
+            self.errors.append({"code": code, "message": message, "param": param, "line": self._line_number})
+        return ()
 
 
 def request_id(line: Line) -> str:
@@ -135,5 +127,4 @@ def unserved(code: str, message: str) -> Callable[[Line], bytes]:
 
 
 def _result(line: Line, response: Mapping | None, error: Mapping | None) -> bytes:
-    table = {"id": request_id(line), "custom_id": line.custom_id, "response": response, "error": error}
-    return orjson.dumps(table)
+    return orjson.dumps({"id": request_id(line), "custom_id": line.custom_id, "response": response, "error": error})

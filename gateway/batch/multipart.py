@@ -27,11 +27,7 @@ MIN_BYTES_PER_S = 64 * 1024
 
 @dataclass(frozen=True)
 class FileChunk:
-    """Some bytes of the form's file.
-
-    filename: as the client sent it.
-    fields: the form's other fields so far.
-    """
+    """Some bytes of the form's file, its name as the client sent it, and the form's other fields so far."""
 
     data: bytes
     filename: str
@@ -43,10 +39,8 @@ async def file_chunks(
 ) -> AsyncIterator[FileChunk]:
     """Yield the form's file in chunks of CHUNK_BYTES or a little more, then an empty chunk with all the fields.
 
-    timeout_s: how far the client may fall behind MIN_BYTES_PER_S, so also its longest silence.
-    max_bytes: of the file.
-    Raises: InvalidArgument (not such a form), FileTooLarge, DeadlineExceeded (too slow), Cancelled (the client
-    disconnected).
+    timeout_s: how far the client may fall behind MIN_BYTES_PER_S, so also its longest silence. max_bytes: of the file.
+    Raises: InvalidArgument, FileTooLarge, DeadlineExceeded (too slow), Cancelled (the client disconnected).
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -82,8 +76,7 @@ async def file_chunks(
 
 
 def _disposition(header: str) -> tuple[str, str]:
-    """Return name and filename. aiohttp's own parser warns of each malformed header, and Python keeps every distinct
-    warning: clients could fill the memory with them."""
+    """Return name and filename. aiohttp's own parser fills the memory with a warning for each malformed header."""
     message = Message()
     message["content-disposition"] = header
     found = (message.get_param(word, "", "content-disposition") for word in ("name", "filename"))

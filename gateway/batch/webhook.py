@@ -14,10 +14,10 @@ import hmac
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from contract.errors import InvalidArgument
 from gateway.batch.store import Batch
@@ -27,24 +27,18 @@ MAX_URL = 2000
 TIMEOUT_S = 10.0
 FIRST_WAIT_S, MAX_WAIT_S, MAX_ATTEMPTS = 5.0, 3600.0, 8
 _PREFIX = "whsec_"
-_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
 class Webhooks:
-    """Call webhooks.
-
-    origins: ``https://hooks.example.org``, with a port unless it is the scheme's default; none turns webhooks off.
-    secret: returns ``whsec_`` and at least 24 bytes in base64.
-    Raises: InvalidArgument; the message does not repeat the secret.
-    """
+    """Call webhooks of ``origins``; none turns them off. Raises: InvalidArgument, without the secret."""
 
     origins: Sequence[str] = ()
     secret: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         for origin in self.origins:
-            if _origin(origin) is None or urlsplit(origin).path not in ("", "/"):
+            if _origin(origin) is None or URL(origin).path not in ("", "/"):
                 problem = f"must be http(s)://HOST or http(s)://HOST:PORT, got {origin!r}"
                 raise InvalidArgument(variable("batch_webhook_origins"), problem)
         if self.origins:
@@ -60,21 +54,22 @@ class Webhooks:
         if found is None or found not in {_origin(allowed) for allowed in self.origins}:
             raise InvalidArgument("webhook_url", f"must be a URL of {', '.join(self.origins)}, without credentials")
 
-    async def call(self, batch: Batch, clock: Callable[[], float] = time.time) -> bool:
+    async def call(self, batch: Batch) -> bool:
         """Report that a batch has ended. Returns whether the receiver accepted it; False for a disallowed origin."""
         try:
             self.check(batch.webhook_url)
-            self._key()
+            key = self._key()
         except InvalidArgument:
             return False
-        event_id, now_s = f"evt_{batch.id.removeprefix('batch_')}", int(clock())
+        event_id, now_s = f"evt_{batch.id.removeprefix('batch_')}", int(time.time())
         event = {"id": event_id, "object": "event", "created_at": now_s, "type": f"batch.{batch.status}"}
         body = orjson.dumps({**event, "data": {"id": batch.id}})
+        signature = hmac.new(key, b"%b.%d.%b" % (event_id.encode(), now_s, body), hashlib.sha256).digest()
         headers = {
             "content-type": "application/json",
             "webhook-id": event_id,
             "webhook-timestamp": str(now_s),
-            "webhook-signature": self.signature(event_id, now_s, body),
+            "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
         }
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
@@ -85,10 +80,6 @@ class Webhooks:
                 return 200 <= response.status < 300
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
             return False
-
-    def signature(self, event_id: str, at_s: int, body: bytes) -> str:
-        signed = b"%b.%d.%b" % (event_id.encode(), at_s, body)
-        return "v1," + base64.b64encode(hmac.new(self._key(), signed, hashlib.sha256).digest()).decode()
 
     def _key(self) -> bytes:
         secret = self.secret()
@@ -113,13 +104,10 @@ def wait_s(attempts: int) -> float | None:
     return None if attempts >= MAX_ATTEMPTS else min(MAX_WAIT_S, FIRST_WAIT_S * 4.0 ** (attempts - 1))
 
 
-def _origin(url: str) -> tuple[str, str, int] | None:
-    """Return (scheme, host, port); None if the URL has none or holds credentials."""
+def _origin(url: str) -> str | None:
+    """Return scheme, host and port as aiohttp reads them; None if the URL has none or holds credentials."""
     try:
-        parts = urlsplit(url)
-        port = parts.port or _PORTS.get(parts.scheme, 0)
+        found = URL(url)
+        return str(found.origin()) if found.scheme in ("http", "https") and "@" not in found.raw_authority else None
     except ValueError:
         return None
-    if parts.scheme not in _PORTS or not parts.hostname or "@" in parts.netloc:
-        return None
-    return parts.scheme, parts.hostname.lower(), port

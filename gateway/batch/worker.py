@@ -15,34 +15,26 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from contract.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    EngineFailed,
-    Overloaded,
-    TridentError,
-    Unauthenticated,
-    Unavailable,
-)
+from contract import errors
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, TridentError, Unavailable
 from contract.generation import Usage
-from gateway.api.chat import ChatFormatter
-from gateway.api.completions import CompletionFormatter
+from gateway.api.formatters import ChatFormatter, CompletionFormatter
 from gateway.api.openai_http import FormatterType
 from gateway.batch import jsonl, webhook
-from gateway.batch.aimd import Pace, PacePolicy, Signals
 from gateway.batch.jsonl import LineReader
-from gateway.batch.metrics import BatchMetrics
-from gateway.batch.signals import OPERATION
-from gateway.batch.store import Batch, BatchStore, Line
+from gateway.batch.pace import OPERATION, Pace, Reason, Signals
+from gateway.batch.store import UNFINISHED, Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
+from gateway.config.settings import Settings
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
+from gateway.routing.upstream import usage_of
 
 _LOG = logging.getLogger("gateway.batch.batch")
 FORMATTERS: dict[str, FormatterType] = {"/v1/chat/completions": ChatFormatter, "/v1/completions": CompletionFormatter}
@@ -56,10 +48,34 @@ _LINES_PER_TRANSACTION = 256  # during validation
 Complete = Callable[[FormatterType, RequestContext, bytes], Awaitable[Mapping[str, Any]]]
 
 
+class BatchMetrics:
+    """stalled_s: returns for how long pending lines have made no progress, in seconds; called at every scrape."""
+
+    def __init__(self, registry: CollectorRegistry, stalled_s: Callable[[], float]) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        text = "Batch lines by outcome: completed and failed have a result, retried and preempted run again"
+        self.lines = counter("trident_gateway_batch_lines", text, ("outcome",))
+        text = "Ticks at which the pace was cut, by reason"
+        self.cuts = counter("trident_gateway_batch_pace_cuts", text, ("reason",))
+        text = "Webhook calls by outcome: taken, retried, given_up"
+        self.webhooks = counter("trident_gateway_batch_webhooks", text, ("outcome",))
+        self.allowed = gauge("trident_gateway_batch_allowed", "Batch lines that may run at once")
+        self.running = gauge("trident_gateway_batch_running", "Batch lines running")
+        self.pending = gauge("trident_gateway_batch_pending_lines", "Batch lines without a result")
+        unfinished = gauge("trident_gateway_batches", "Unfinished batches by status", ("status",))
+        self.unfinished = {status: unfinished.labels(status) for status in UNFINISHED}
+        text = "Seconds since a line got its result while lines are pending; else 0"
+        gauge("trident_gateway_batch_stalled_seconds", text).set_function(stalled_s)
+        for outcome in ("completed", "failed", "retried", "preempted"):
+            self.lines.labels(outcome)
+        for reason in (Reason.QUEUE, Reason.LATE, Reason.DEGRADED, Reason.UNHEALTHY):
+            self.cuts.labels(reason.value)
+        for outcome in ("taken", "retried", "given_up"):
+            self.webhooks.labels(outcome)
+
+
 @dataclasses.dataclass(eq=False)
 class _QueuedLine:
-    """A line in memory and its attempts."""
-
     line: Line
     began_s: float = 0.0
     attempts: int = 0
@@ -68,12 +84,7 @@ class _QueuedLine:
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """A batch that runs.
-
-    after: number of the last line read from the database.
-    exhausted: all pending lines were read.
-    not_before_s: no line starts before.
-    """
+    """after: the last line read. exhausted: all pending lines were. not_before_s: no line starts before."""
 
     batch: Batch
     after: int = -1
@@ -86,13 +97,9 @@ class _Run:
 class BatchWorker:
     """Run the batches of a store. ``wake`` it when a batch was created or cancelled.
 
-    complete: returns the response to one line's body.
-    tenant: returns the tenant of (tenant name, key name), None if the key is no longer configured.
+    complete: returns the response to one line's body. tenant: returns that of (tenant name, key name), or None.
     signals: returns the load; on_cut is called after the pace was cut for it.
-    policy: bounds of the pace.
-    max_lines, max_line_bytes: bounds of an input file.
-    tick_s: how often the pace and the database are checked.
-    now: Unix seconds.
+    tick_s: how often the pace and the database are checked. now: Unix seconds.
     """
 
     def __init__(
@@ -102,18 +109,15 @@ class BatchWorker:
         tenant: Callable[[str, str], Tenant | None],
         signals: Callable[[], Signals],
         registry: CollectorRegistry,
+        webhooks: Webhooks,
+        settings: Settings,
         *,
         on_cut: Callable[[], None] = lambda: None,
-        policy: PacePolicy,
-        webhooks: Webhooks,
-        max_lines: int = 50_000,
-        max_line_bytes: int = 4 * 1024 * 1024,
         tick_s: float = 1.0,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._complete, self._tenant = store, complete, tenant
-        self._signals, self._on_cut, self._policy = signals, on_cut, policy
-        self._webhooks, self._max_lines, self._max_line_bytes = webhooks, max_lines, max_line_bytes
+        self._signals, self._on_cut, self._settings, self._webhooks = signals, on_cut, settings, webhooks
         self._tick_s, self._now = tick_s, now
         self._metrics = BatchMetrics(registry, self._stalled_s)
         self.pace = Pace()
@@ -121,9 +125,7 @@ class BatchWorker:
         self._turns: deque[str] = deque()  # tenants, the next one first
         self._wakeup = asyncio.Event()
         self._poll_due = True
-        self._working: asyncio.Task | None = None
-        self._validating: asyncio.Task | None = None
-        self._calling: asyncio.Task | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by their method
         self._closing = False
         self._progress_s = 0.0  # when a line last got its result; 0 without pending lines
 
@@ -137,18 +139,20 @@ class BatchWorker:
         return sum(len(run.tasks) for run in self._runs.values())
 
     async def start(self) -> None:
-        self._working = asyncio.create_task(self._work())
-        self._working.add_done_callback(_log_crash)
+        self._begin("work", self._work)
+        self._tasks["work"].add_done_callback(_log_crash)
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task, unless the last one of its name is under way."""
+        if name not in self._tasks or self._tasks[name].done():
+            self._tasks[name] = asyncio.create_task(work())
 
     async def close(self) -> None:
         """Cancel the running lines; they run again at the next start."""
         self._closing = True  # before Python 3.12 wait_for may swallow a cancellation
-        tasks = [task for task in (self._working, self._validating, self._calling) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(self._tasks.values())
         for run in self._runs.values():
-            await self._stop(run)
+            await _cancel(run.tasks)
 
     async def _work(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -187,7 +191,7 @@ class BatchWorker:
 
     def _set_pace(self) -> None:
         signals = self._signals()
-        self.pace = self.pace.after(signals, self._policy, self.running)
+        self.pace = self.pace.after(signals, self._settings.batch_max_running, self.running)
         if self.pace.cut:
             self._metrics.cuts.labels(self.pace.reason.value).inc()
             self._on_cut()
@@ -207,41 +211,30 @@ class BatchWorker:
         """Advance the status of every unfinished batch where it is due."""
         unfinished = await asyncio.to_thread(self._store.unfinished)
         for batch_id in self._runs.keys() - {batch.id for batch in unfinished}:
-            await self._stop(self._runs.pop(batch_id))
+            await _cancel(self._runs.pop(batch_id).tasks)
         for batch in unfinished:
             expired = batch.expires_at <= self._now()
             if batch.status == "cancelling":
-                await self._end(
-                    batch, "cancelled", "batch_cancelled", "the batch was cancelled before this request ran"
-                )
+                await self._end(batch, "cancelled", "the batch was cancelled before this request ran")
             elif expired and batch.status in ("validating", "in_progress"):
-                message = "the completion window ended before this request ran"
-                await self._end(batch, "expired", "batch_expired", message)
+                await self._end(batch, "expired", "the completion window ended before this request ran")
             elif batch.status == "finalizing":
-                await self._end(batch, "completed", "", "")
+                await self._end(batch, "completed", "")
             elif batch.status == "validating":
-                if self._validating is None or self._validating.done():
-                    self._validating = asyncio.create_task(self._validate(batch))
+                self._begin("validate", partial(self._validate, batch))
             else:
                 run = self._runs.setdefault(batch.id, _Run(batch))
                 if run.exhausted and not run.waiting and not run.tasks:
                     await asyncio.to_thread(self._store.finalize, batch.id)
-                    await self._end(batch, "completed", "", "")
+                    await self._end(batch, "completed", "")
 
-    async def _end(self, batch: Batch, status: str, code: str, message: str) -> None:
-        run = self._runs.pop(batch.id, None)
-        if run is not None:
-            await self._stop(run)
-        unserved = jsonl.unserved(code, message)
-        await asyncio.to_thread(self._store.end, batch.id, status, unserved)
+    async def _end(self, batch: Batch, status: str, message: str) -> None:
+        """message: of the lines that did not run."""
+        if batch.id in self._runs:
+            await _cancel(self._runs.pop(batch.id).tasks)
+        await asyncio.to_thread(self._store.end, batch.id, status, jsonl.unserved(f"batch_{status}", message))
         _LOG.info("batch ended", extra={"fields": {"batch": batch.id, "tenant": batch.tenant, "status": status}})
         self.wake()
-
-    async def _stop(self, run: _Run) -> None:
-        tasks = list(run.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _validate(self, batch: Batch) -> None:
         """Validate a batch, or fail it: one that stayed in this status would hold up all others."""
@@ -259,7 +252,8 @@ class BatchWorker:
 
     async def _read_input(self, batch: Batch) -> None:
         """Read the input into lines; an interrupted validation starts over."""
-        reader = LineReader(batch.id, batch.endpoint, self._max_lines, self._max_line_bytes)
+        settings = self._settings
+        reader = LineReader(batch.id, batch.endpoint, settings.batch_max_lines, settings.max_body_bytes)
         await asyncio.to_thread(self._store.forget_lines, batch.id)
         lines = reader.read(await asyncio.to_thread(self._store.content, batch.tenant, batch.input_file_id))
         while chunk := await asyncio.to_thread(lambda: list(itertools.islice(lines, _LINES_PER_TRANSACTION))):
@@ -324,18 +318,13 @@ class BatchWorker:
         line, batch = queued.line, run.batch
         if queued.attempts >= MAX_ATTEMPTS:  # whatever the last one raised, its error is not stored yet
             error = EngineFailed(f"the gateway failed; quote {jsonl.request_id(line)} when you report it")
-            await self._finish(run, queued, False, jsonl.refused(line, error), {})
-            return
+            return await self._finish(run, queued, error)
         try:
             tenant = self._tenant(batch.tenant, batch.key_name)
             if tenant is None:
-                raise Unauthenticated("the API key that created this batch is no longer configured")
-            context = RequestContext(
-                dataclasses.replace(tenant, priority=LOWEST_PRIORITY),
-                OPERATION,
-                OPERATION,
-                jsonl.request_id(line),
-            )
+                raise errors.Unauthenticated("the API key that created this batch is no longer configured")
+            tenant = dataclasses.replace(tenant, priority=LOWEST_PRIORITY)
+            context = RequestContext(tenant, OPERATION, OPERATION, jsonl.request_id(line))
             response = await self._complete(FORMATTERS[batch.endpoint], context, line.body)
         except (Overloaded, Unavailable) as error:
             pause_s = 1.0 if error.retry_after_s is None else error.retry_after_s
@@ -345,11 +334,11 @@ class BatchWorker:
             if queued.attempts < MAX_ATTEMPTS:
                 self._retry(run, queued, 2.0**queued.attempts)
             else:
-                await self._finish(run, queued, False, jsonl.refused(line, error), {})
+                await self._finish(run, queued, error)
         except TridentError as error:
-            await self._finish(run, queued, False, jsonl.refused(line, error), {})
+            await self._finish(run, queued, error)
         else:
-            await self._finish(run, queued, True, jsonl.answered(line, response), response.get("usage") or {})
+            await self._finish(run, queued, response)
 
     def _retry(self, run: _Run, queued: _QueuedLine, pause_s: float) -> None:
         """Run the line again after a pause of the whole batch, whose next line would fail in the same way."""
@@ -357,15 +346,15 @@ class BatchWorker:
         run.not_before_s = max(run.not_before_s, time.monotonic() + pause_s)
         self._metrics.lines.labels("retried").inc()
 
-    async def _finish(self, run: _Run, queued: _QueuedLine, ok: bool, result: bytes, usage: Mapping[str, Any]) -> None:
-        used = Usage(
-            usage.get("prompt_tokens", 0),
-            usage.get("completion_tokens", 0),
-            (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-            (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
-        )
+    async def _finish(self, run: _Run, queued: _QueuedLine, answer: Mapping[str, Any] | TridentError) -> None:
+        line, ok = queued.line, not isinstance(answer, TridentError)
+        if isinstance(answer, TridentError):
+            result, used = jsonl.refused(line, answer), None
+        else:
+            result, used = jsonl.answered(line, answer), usage_of(answer.get("usage"))
+        finish = partial(self._store.finish_line, line, ok, result, used or Usage(0, 0))
         # Shielded: a result is stored even if the line is cancelled in this moment.
-        storing = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, queued.line, ok, result, used))
+        storing = asyncio.ensure_future(asyncio.to_thread(finish))
         try:
             fresh = await asyncio.shield(storing)
         except asyncio.CancelledError:
@@ -389,8 +378,7 @@ class BatchWorker:
         elif not self._progress_s:
             self._progress_s = time.monotonic()
         await asyncio.to_thread(self._store.delete_expired)
-        if self._calling is None or self._calling.done():
-            self._calling = asyncio.create_task(self._call_webhooks())
+        self._begin("call", self._call_webhooks)
 
     def _stalled_s(self) -> float:
         return time.monotonic() - self._progress_s if self._progress_s else 0.0
@@ -402,6 +390,13 @@ class BatchWorker:
             outcome = "taken" if accepted else "given_up" if wait_s is None else "retried"
             self._metrics.webhooks.labels(outcome).inc()
             await asyncio.to_thread(self._store.webhook_called, batch.id, wait_s)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _log_crash(task: asyncio.Task) -> None:

@@ -200,9 +200,15 @@ class Settings(EnvironmentSettings):
     heartbeat_s: Seconds = Field(15.0, description="seconds of silence after which a stream sends `: keep-alive`")
     header_timeout_s: Seconds = Field(10.0, description="longest time in seconds for a client to send its headers")
     body_timeout_s: Seconds = Field(30.0, description="longest time in seconds for a client to send its body")
-    drain_s: SecondsOrZero = Field(30.0, description="seconds to drain after SIGTERM or Ctrl-C; the same again ends it")
-    batch_db: AbsolutePath | None = Field(None, description="SQLite file of the batch API; unset: no batch API")
-    batch_max_running: BatchCount = Field(64, description="batch lines in flight at most; the pace is usually lower")
+    drain_s: SecondsOrZero = Field(
+        30.0, description="seconds that streams may go on after SIGTERM or Ctrl-C; a second signal ends them"
+    )
+    batch_db: AbsolutePath | None = Field(
+        None, description="SQLite file of /v1/files and /v1/batches, created if missing; unset: no batch API"
+    )
+    batch_max_running: BatchCount = Field(
+        64, description="batch lines in flight at most; the pace (gateway/batch/pace.py) is usually lower"
+    )
     batch_max_lines: BatchCount = Field(50_000, description="lines of one batch")
     batch_max_file_bytes: BatchBytes = Field(100 * 1024 * 1024, description="bytes of one file")
     batch_max_bytes: BatchBytes = Field(2 * 1024**3, description="bytes of all files of a tenant")

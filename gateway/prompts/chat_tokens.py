@@ -31,10 +31,8 @@ class ChatTokens:
             self.template = ChatTemplate(folder)
             self.max_model_len = manifests.load(folder).max_seq_len if has_manifest else None
         except (EngineFailed, TemplateError, OSError, ValueError) as exc:
-            problem = (
-                f"must lie beside a chat template and a manifest.json that can be read, got {tokenizer_json}: {exc}"
-            )
-            raise InvalidArgument("tokenizer", problem) from exc
+            problem = "must lie beside a chat template and a manifest.json that can be read"
+            raise InvalidArgument("tokenizer", f"{problem}, got {tokenizer_json}: {exc}") from exc
 
     def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text."""

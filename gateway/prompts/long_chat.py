@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ Chat = Sequence[Message]
 
 
 def drop_order(messages: Chat, keep_system: bool, own: range) -> list[list[int]]:
-    """Return the messages that may be left out, as groups of indices in the order in which they go.
+    """Return what may be left out, as groups of indices in the order in which they go.
 
     The last turn's question and its last group stay: what the model is to answer. A group is a message, or an
     assistant's message with the tool messages that answer its calls.
@@ -43,10 +44,9 @@ def drop_order(messages: Chat, keep_system: bool, own: range) -> list[list[int]]
 def shortened(
     messages: Chat, order: Sequence[Sequence[int]], fits: Callable[[Chat], bool]
 ) -> tuple[list[Message], list[Message]] | None:
-    """Return (what stays, what is left out), both in their order, with as little left out as possible.
+    """Return (what stays, what is left out), with as little left out as possible; None if no such chat fits.
 
     fits: of a chat; one with fewer messages fits if one with more does.
-    Returns None if no such chat fits.
     """
 
     def without(groups: int) -> tuple[list[Message], list[Message]]:
@@ -54,19 +54,8 @@ def shortened(
         stays = [message for index, message in enumerate(messages) if index not in gone]
         return stays, [message for index, message in enumerate(messages) if index in gone]
 
-    if not fits(without(len(order))[0]):
-        return None
-    most, step = len(order), 1  # so many groups do
-    while most >= step and fits(without(most - step)[0]):  # from the short end: fits costs what the chat is long
-        most, step = most - step, 2 * step
-    least = max(0, most - step + 1)
-    while least < most:
-        middle = (least + most) // 2
-        if fits(without(middle)[0]):
-            most = middle
-        else:
-            least = middle + 1
-    return without(most)
+    gone = bisect.bisect_left(range(len(order) + 1), True, key=lambda groups: fits(without(groups)[0]))
+    return without(gone) if gone <= len(order) else None
 
 
 def with_summary(messages: Chat, summary: str) -> list[Message]:

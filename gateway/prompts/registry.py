@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import random
@@ -52,10 +51,7 @@ def precedence(text: str) -> tuple[int, int, int, bool, list[tuple[bool, int, st
 
 
 class Release(Rules):
-    """What of a prompt is served. weights: share of each version in requests that name no version.
-
-    withdrawn: versions that only requests with their exact version get.
-    """
+    """weights: shares of requests that name no version. withdrawn: versions served only where exactly named."""
 
     weights: Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = {}
     withdrawn: Names = ()
@@ -98,20 +94,10 @@ class Prompt:
         return ([text for text in found if "-" not in text] or found)[-1]
 
     def pick(self, selector: str | None, caller: str) -> str:
-        """Return the version of a selector: ``1.2.0``, ``1.2``, ``1``, ``latest``, or None for the shares.
-
-        caller: one caller stays at one version while the shares stand; "" draws.
-        """
+        """Return the version of ``1.2.0``, ``1.2``, ``1`` or ``latest``; None: a caller's by the shares, "" draws."""
         if selector is None:
-            if len(self.shares) == 1:
-                return next(iter(self.shares))
-            hashed = hashlib.sha256(f"{self.name}\n{caller}".encode(errors="replace")).digest()
-            place = int.from_bytes(hashed[:8], "big") / 2**64 if caller else random.random()  # noqa: S311
-            for text, share in self.shares.items():
-                place -= share
-                if place < 0:
-                    return text
-            return list(self.shares)[-1]  # where rounding left a rest
+            drawn = random.Random(f"{self.name}\n{caller}".encode(errors="replace") if caller else None)
+            return drawn.choices([*self.shares], [*self.shares.values()])[0]
         if selector in self.versions:
             return selector
         if not _SELECTOR.fullmatch(selector) or precedence(selector):
@@ -148,10 +134,7 @@ class Registry:
         self.prompts, self.problems, self._seen = found, problems, seen
 
     def find(self, name: str, selector: str | None, tenant: Tenant | None, caller: str) -> tuple[str, Template]:
-        """Return the version and its template. name: may have the selector, as NAME@1.2.0.
-
-        Raises: InvalidArgument, also for one that the tenant may not use.
-        """
+        """Return the version and its template. name: may be NAME@1.2.0. Raises: InvalidArgument."""
         base, at, own = name.partition("@")
         if at and selector is not None:
             raise InvalidArgument("prompt.version", f"must be left out beside a version in the id, got {name!r:.100}")
@@ -191,11 +174,9 @@ def opened(folder: Path) -> Registry:
 
 
 def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
-    """Withdraw the newest served version of a prompt, or all that are newer than ``to``; return the prompt then.
+    """Withdraw the newest served version of a prompt, or all newer than ``to``; return the prompt then.
 
-    Without ``to``, what was withdrawn before stays withdrawn.
-    Raises: NotFound; InvalidArgument for ``to``, where no version would be left, and for a file of the prompt that
-    cannot be read or written.
+    Without ``to``, what was withdrawn before stays withdrawn. Raises: NotFound; InvalidArgument, also for a file.
     """
     registry = Registry(folder)
     for problem in registry.problems:

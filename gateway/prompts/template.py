@@ -42,22 +42,17 @@ _JINJA.filters |= {"tojson": compact, "table": table}
 
 
 class Variable(Rules):
-    """What a request may put into a template.
-
-    values: of an enum. items: the type of a list's entries. minimum, maximum: of numbers, also of those in a list.
-    max_length: characters of a text, of each text of a list, and of a JSON value. max_items: of a list.
-    default: in a request without it; None: it must be sent. example: in ``prompt diff`` and ``prompt check``.
-    """
+    """What a request may put into a template."""
 
     type: Literal["string", "integer", "number", "boolean", "enum", "list", "json"] = "string"
-    values: Names = ()
-    items: Literal["string", "integer", "number"] = "string"
-    minimum: _Bound | None = None
+    values: Names = ()  # of an enum
+    items: Literal["string", "integer", "number"] = "string"  # the type of a list's entries
+    minimum: _Bound | None = None  # of numbers, also of those in a list
     maximum: _Bound | None = None
-    max_length: _Count = 100_000
-    max_items: _Count = 1000
-    default: Any = None
-    example: Any = None
+    max_length: _Count = 100_000  # characters of a text, of each text of a list, and of a JSON value
+    max_items: _Count = 1000  # of a list
+    default: Any = None  # in a request without it; None: it must be sent
+    example: Any = None  # in ``prompt diff`` and ``prompt check``
 
     @model_validator(mode="after")
     def _consistent(self) -> Variable:
@@ -115,13 +110,10 @@ class Text(Rules):
 
 
 class TemplateMessage(Rules):
-    """A message, or with role ``request`` the place of the request's own messages, which follow all others otherwise.
-
-    part: that it counts to; None: by its role, an assistant's to the examples.
-    """
+    """A message, or with role ``request`` the place of the request's own messages, which is the end otherwise."""
 
     role: Literal["system", "user", "assistant", "request"]
-    part: Part | None = None
+    part: Part | None = None  # that it counts to; None: by its role, an assistant's to the examples
     content: str | Annotated[tuple[Text, ...], LIST, Field(min_length=1)] = ""
 
     @property
@@ -247,10 +239,7 @@ class Rendered:
 
 
 def over_budget(budgets: Mapping[Part, Budget], tokens: Mapping[str, int]) -> str:
-    """Return what is over its budget, as "system 57 of 50 tokens"; "" for nothing.
-
-    Raises: PromptTooLong where the budget refuses.
-    """
+    """Return what is over its budget, as "system 57 of 50 tokens"; "" for nothing. Raises: PromptTooLong."""
     over = []
     for part, budget in budgets.items():
         if tokens[part] > budget.tokens:

@@ -306,7 +306,7 @@ class UpstreamStream:
         reason: FinishReason | None = None
         counted: Usage | None = None
         async for event in events:
-            counted = _usage(event.get("usage")) or counted
+            counted = usage_of(event.get("usage")) or counted
             for choice in event.get("choices") or ():
                 added = choice.get("delta") or {}
                 text, sections = _text(choice.get("text") or added.get("content")), _sections(added)
@@ -404,8 +404,8 @@ def _text(value: Any) -> str:
     return value or ""
 
 
-def _usage(fields: Any) -> Usage | None:
-    """Return the usage of an event; None where it is missing or cannot be right."""
+def usage_of(fields: Any) -> Usage | None:
+    """Return the usage that OpenAI's ``usage`` tells; None where it is missing or cannot be right."""
     if not isinstance(fields, dict):
         return None
     cached = (fields.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

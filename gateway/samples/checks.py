@@ -120,10 +120,7 @@ def psi(recent: Counter, baseline: Counter) -> float:
 
 
 class Drift:
-    """Compares each model's answers at each pool in a window with those of the windows before it.
-
-    A window begins with the first answer after the one before has ended. rules: changed at any time.
-    """
+    """Compares each model's answers at each pool in a window with those before. It begins with its first answer."""
 
     def __init__(self, rules: CheckRules, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules, self._clock = rules, clock

@@ -34,24 +34,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Recording:
-    """What one generation adds.
-
-    request: what of it a sample holds; empty if none is kept. checked: whether its answer is. arrived_s: wall clock.
-    choice: its index.
-    size: of the parts, in characters.
-    end: pool, finish_reason, ttft_s, duration_s, input_tokens and output_tokens; empty for a refused request.
-    """
+    """What one generation adds."""
 
     samples: Samples
     context: RequestContext
-    request: Mapping[str, Any]
+    request: Mapping[str, Any]  # what of it a sample holds; empty if none is kept
     guide: Guide | None
-    checked: bool
-    arrived_s: float
+    checked: bool  # whether its answer is
+    arrived_s: float  # wall clock
     choice: int = 0
     parts: list[str] = field(default_factory=list)
-    size: int = 0
-    end: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 0  # of the parts, in characters
+    end: Mapping[str, Any] = field(default_factory=dict)  # pool, reason, times and tokens; empty for a refused request
     error: TridentError | None = None
     pair: Mapping[str, str] | None = None
 
@@ -70,10 +64,7 @@ class Recording:
 
 
 class Samples:
-    """The samples and checks of one process; nothing is done before ``change`` gives rules.
-
-    Raises: InvalidArgument for a folder or keys that cannot be used.
-    """
+    """The samples and checks of one process, once ``change`` gives rules. Raises: InvalidArgument (folder, keys)."""
 
     def __init__(self, settings: Settings, registry: CollectorRegistry, rng: random.Random | None = None) -> None:
         folder = settings.samples
@@ -133,10 +124,7 @@ class Samples:
             self._thread.start()
 
     def begin(self, request: GenerationRequest, context: RequestContext, began_s: float) -> Recording | None:
-        """Return what records a generation; None for one that is neither kept nor checked.
-
-        began_s: arrival, ``time.monotonic()``.
-        """
+        """Return what records a generation, None if it is neither kept nor checked. began_s: ``time.monotonic()``."""
         if not self._active or context.carrier.get(NO_STORE, "false").strip().lower() not in ("false", "0"):
             return None
         rules, tenant = self.rules, context.tenant
@@ -174,10 +162,7 @@ class Samples:
             self._lost.labels("queue").inc()
 
     async def rate(self, tenant: str, feedback: dict[str, Any]) -> dict[str, Any]:
-        """Store feedback for a request of the tenant, and return it as stored.
-
-        Raises: NotFound without a sample of the tenant's request, Overloaded, InvalidArgument.
-        """
+        """Store feedback; return it as stored. Raises: NotFound (of a sample), Overloaded, InvalidArgument."""
         if self.store is None or not self._active:
             raise NotFound("this gateway keeps no samples that could be rated")
         if self._rating >= MAX_RATING:

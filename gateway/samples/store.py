@@ -48,24 +48,19 @@ def cipher(path: Path | None) -> MultiFernet | None:
     if path is None:
         return None
     try:
-        keys = [Fernet(line.strip()) for line in path.read_bytes().splitlines() if line.strip()]
-        return MultiFernet(keys)
+        return MultiFernet([Fernet(line.strip()) for line in path.read_bytes().splitlines() if line.strip()])
     except (OSError, ValueError):
         problem = "must be a file of keys, a line each, as `python -m gateway samples new-key` prints them"
         raise InvalidArgument(variable("samples_keys"), f"{problem}, got {path}") from None
 
 
 class SampleStore:
-    """The samples in one folder. Any number of processes may use it; all methods block and may raise Unavailable.
-
-    keys: file of the keys; None: samples are not encrypted.
-    unreadable: lines found so far that a killed process cut, or that none of the keys decrypts.
-    Raises: InvalidArgument for a folder or a file that cannot be used.
-    """
+    """The samples in one folder, of any number of processes. All methods block, and may raise Unavailable."""
 
     def __init__(self, folder: Path, keys: Path | None) -> None:
-        self.folder, self._cipher = folder, cipher(keys)
-        self.encrypted, self.unreadable = keys is not None, 0
+        """keys: file of the keys; None: samples are not encrypted. Raises: InvalidArgument for what cannot be used."""
+        self.folder, self._cipher, self.encrypted = folder, cipher(keys), keys is not None
+        self.unreadable = 0  # lines found so far that a killed process cut, or that none of the keys decrypts
         try:
             with self._locked():
                 pass
@@ -82,10 +77,9 @@ class SampleStore:
             return len(samples) - len(current)
 
     def rate(self, tenant: str, feedback: dict[str, Any], rules: SampleRules) -> dict[str, Any] | None:
-        """Put feedback beside the samples of its request; return what is stored, None if there is no such request.
+        """Put feedback beside its request's samples; return what is stored, None if there is no such request.
 
-        The same feedback again changes nothing; other feedback for the request and choice takes its place.
-        Raises: InvalidArgument after MAX_CHANGES.
+        Other feedback for the request and choice takes its place. Raises: InvalidArgument after MAX_CHANGES.
         """
         prefix, choice = _digest(feedback["request_id"]), feedback["choice"]
         stored, rated, added = None, set[int](), defaultdict[Path, list[dict[str, Any]]](list)
@@ -118,11 +112,7 @@ class SampleStore:
         return feedback if added else stored
 
     def delete(self, tenant: str, member: Callable[[str, str, str], Tenant | None] | None = None) -> int:
-        """Remove all samples and feedback of a tenant, and refuse those of requests that arrived before now; return how
-        many bytes went.
-
-        member: as Configuration.member, asked where nothing was ever kept. Raises: NotFound if it knows no such team.
-        """
+        """Remove a tenant's samples, and refuse those of earlier requests; return their bytes. Raises: NotFound."""
         org, _, team = tenant.partition("/")
         with self._locked():
             if member is not None and not self._home(tenant).is_dir() and not (team and member(org, team, "")):

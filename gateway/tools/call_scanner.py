@@ -59,12 +59,7 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Read one object.
-
-    name: "" until it is known.
-    done: the object is complete.
-    failed: it is no call; what was read is not changed any more.
-    """
+    """Read one object. name: "" until it is known. failed: it is no call, and nothing more is read."""
 
     def __init__(self) -> None:
         self.name = ""

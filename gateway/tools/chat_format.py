@@ -23,20 +23,13 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Family:
-    """The form of tool calls. Every call is a JSON object with a ``name`` and arguments.
+    """The form of tool calls. Every call is a JSON object with a ``name`` and arguments."""
 
-    begin: what precedes a call, or a list of calls.
-    end: what follows it; "" for nothing.
-    arguments: the key of the arguments.
-    between: characters that may stand around and between the objects.
-    bare: an output that begins with a call's object is one without ``begin``.
-    """
-
-    begin: str
-    end: str
-    arguments: str
-    between: str
-    bare: bool = False
+    begin: str  # what precedes a call, or a list of calls
+    end: str  # what follows it; "" for nothing
+    arguments: str  # the key of the arguments
+    between: str  # characters that may stand around and between the objects
+    bare: bool = False  # an output that begins with a call's object is one without ``begin``
 
 
 FAMILIES = {
@@ -53,14 +46,11 @@ _PROBE = [{"role": "user", "content": "?"}]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """tools: key of FAMILIES; "none" if the template has another form.
-    reasoning: "tagged" if the model writes ``<think>``, "open" if the prompt ends with it, else "none".
-    special: whether the marker before a call is a special token, which texts leave out.
-    """
+    """How a model's chat template has it write."""
 
-    tools: str = HERMES
-    reasoning: str = NONE
-    special: bool = False
+    tools: str = HERMES  # key of FAMILIES; "none" if the template has another form
+    reasoning: str = NONE  # "tagged" if the model writes ``<think>``, "open" if the prompt ends with it, else "none"
+    special: bool = False  # whether the marker before a call is a special token, which texts leave out
 
     @property
     def family(self) -> Family | None:

@@ -1,43 +1,126 @@
 """Separate tool calls and reasoning from the text of one output, while it arrives.
 
-However the output is split into deltas, what they add up to is the same.
+However the output is split into deltas, what they add up to is the same. Markers, such as ``<tool_call>``, are found by
+their token ids where they are one token: a model can also spell a marker with ordinary tokens, as when it quotes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import hashlib
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from contract.generation import Sections, TokenDelta, ToolCallDelta
+from gateway.choices import ChoiceDelta, ChoiceDeltas
 from gateway.tools.call_scanner import CallScanner
-from gateway.tools.chat_format import END_THINK, OPEN, THINK, ChatFormat
-from gateway.tools.markers import Marker, MarkerFinder, Tokens
+from gateway.tools.chat_format import END_THINK, MISTRAL, OPEN, THINK, ChatFormat
+from gateway.tools.vocabulary import Vocabulary
 
 _TEXT, _REASONING, _BETWEEN, _CALL = "text", "reasoning", "between", "call"
+_MISTRAL_ID_LENGTH = 9  # Mistral's templates take no other
+
+
+class Marker(NamedTuple):
+    """One occurrence. is_token: whether it is the marker's own token; None if the marker is no token, or unknown."""
+
+    text: str
+    is_token: bool | None
+
+
+@lru_cache(maxsize=64)
+def _compiled(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """Return what finds the markers, longest first, and all their beginnings. There may be hundreds of markers."""
+    beginnings = (text[:size] for text in markers for size in range(1, len(text)))
+    return re.compile("|".join(map(re.escape, markers))), frozenset(beginnings)
+
+
+class MarkerFinder:
+    """Split one output at its markers. skips_special: the text leaves out special tokens; no marker is one then."""
+
+    def __init__(self, markers: Iterable[str], vocabulary: Vocabulary, skips_special: bool) -> None:
+        longest_first = tuple(sorted(markers, key=len, reverse=True))
+        self._pattern, self._beginnings = _compiled(longest_first)
+        self._longest = len(longest_first[0]) - 1
+        self._vocabulary = vocabulary
+        self._by_id = {token: text for text in longest_first if (token := vocabulary.id(text)) is not None}
+        self._skipped = vocabulary.special if skips_special else frozenset()
+        self._tokens = frozenset(self._by_id.values())
+        self._found: defaultdict[str, deque[bool]] = defaultdict(deque)  # occurrences in the ids, not yet in the text
+        self._spelled = ""  # end of the ordinary tokens' text
+        self._held = ""  # end of the text that may begin a marker
+
+    def read_id(self, token_id: int) -> list[Marker]:
+        """Return the markers that end with this id. Every id is read before the text that it makes."""
+        marker = self._by_id.get(token_id)
+        if marker is not None:
+            self._found[marker].append(True)
+            self._spelled = ""
+            return [Marker(marker, True)]
+        if not self._vocabulary.known or token_id in self._skipped:
+            return []
+        pieces, self._spelled = self._split(self._spelled + self._vocabulary.token(token_id)[0])
+        found = [piece.text for piece in pieces if isinstance(piece, Marker)]
+        for text in found:
+            if text in self._tokens:
+                self._found[text].append(False)
+        return [Marker(text, False if text in self._tokens else None) for text in found]
+
+    def forget(self) -> None:
+        """Expect no text of the ids so far."""
+        self._found.clear()
+
+    def feed(self, text: str) -> list[str | Marker]:
+        """Return the text, split at its markers, that no later text changes."""
+        pieces, self._held = self._split(self._held + text)
+        return [self._known(piece) if isinstance(piece, Marker) else piece for piece in pieces]
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _known(self, marker: Marker) -> Marker:
+        found = self._found.get(marker.text)
+        return Marker(marker.text, found.popleft()) if found else marker
+
+    def _split(self, text: str) -> tuple[list[str | Marker], str]:
+        """Return texts and markers in turn, and the end of the text that may begin a marker."""
+        pieces: list[str | Marker] = []
+        at = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                pieces.append(text[at : match.start()])
+            pieces.append(Marker(match[0], None))
+            at = match.end()
+        held = self._may_begin(text[at:])
+        if len(text) - held > at:
+            pieces.append(text[at : len(text) - held])
+        return pieces, text[len(text) - held :]
+
+    def _may_begin(self, text: str) -> int:
+        """Return how many characters at the end of the text may be the beginning of a marker."""
+        longest = min(len(text), self._longest)
+        return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)
 
 
 @dataclass(frozen=True)
 class CutterRules:
-    """What is cut.
-
-    names: of the tools; empty: calls stay text.
-    parallel: whether there may be several calls; else those after the first are left out.
-    guided: a guide holds the output to the format by its text, so that a marker spelled by other tokens counts too.
-    reasoning: whether reasoning sections are separated.
-    drops_special: special tokens come as text, because markers are among them; the others are left out here.
-    begun: ids of the output that came before what is cut, so that it may begin in a section.
-    """
+    """What is cut."""
 
     format: ChatFormat
-    names: Collection[str] = ()
-    parallel: bool = True
-    guided: bool = False
-    reasoning: bool = False
-    drops_special: bool = False
-    begun: tuple[int, ...] = ()
+    names: Collection[str] = ()  # of the tools; empty: calls stay text
+    parallel: bool = True  # whether there may be several calls; else those after the first are left out
+    guided: bool = False  # a guide holds the output by its text, so that a marker spelled by other tokens counts too
+    reasoning: bool = False  # whether reasoning sections are separated
+    drops_special: bool = False  # special tokens come as text, because markers are among them; others are left out here
+    begun: tuple[int, ...] = ()  # ids of the output that came before, so that it may begin in a section
 
-    def markers(self, vocabulary: Tokens) -> list[str]:
+    def markers(self, vocabulary: Vocabulary) -> list[str]:
         """Return the texts that begin or end something."""
         family = self.format.family
         found = [family.begin, family.end] if family is not None and self.names else []
@@ -50,7 +133,7 @@ class CutterRules:
 class Cutter:
     """Cut one output. call_id: returns the id of a call by its index."""
 
-    def __init__(self, rules: CutterRules, vocabulary: Tokens, call_id: Callable[[int], str]) -> None:
+    def __init__(self, rules: CutterRules, vocabulary: Vocabulary, call_id: Callable[[int], str]) -> None:
         self._rules, self._family, self._call_id = rules, rules.format.family, call_id
         self._finder = MarkerFinder(rules.markers(vocabulary), vocabulary, not rules.drops_special)
         self._knows_ids = vocabulary.known
@@ -252,3 +335,39 @@ class Cutter:
         self._leave_call()
         if self._state == _TEXT:
             self._parts.append((_TEXT, self._blank))
+
+
+class ChoiceCutters:
+    """The cutters of a response. response_id: the same for one that is sent again, and then so are its calls' ids."""
+
+    def __init__(self, rules: CutterRules, vocabulary: Vocabulary, response_id: str) -> None:
+        self._rules, self._vocabulary, self._response_id = rules, vocabulary, response_id
+        self._cutters: dict[int, Cutter] = {}
+
+    def cut(self, item: ChoiceDelta) -> ChoiceDelta:
+        choice, delta = item
+        cutter = self._cutters.get(choice)
+        if cutter is None:
+            cutter = Cutter(self._rules, self._vocabulary, partial(self._call_id, choice))
+            self._cutters[choice] = cutter
+        return ChoiceDelta(choice, cutter.feed(delta))
+
+    def _call_id(self, choice: int, call: int) -> str:
+        digest = hashlib.sha256(f"{self._response_id}/{choice}/{call}".encode()).hexdigest()
+        return digest[:_MISTRAL_ID_LENGTH] if self._rules.format.tools == MISTRAL else f"call_{digest[:24]}"
+
+
+class CutDeltas:
+    """The deltas of a response, cut into text, tool calls and reasoning. Closing it closes them."""
+
+    def __init__(self, deltas: ChoiceDeltas, cutters: ChoiceCutters) -> None:
+        self._deltas, self._cutters = deltas, cutters
+
+    def __aiter__(self) -> CutDeltas:
+        return self
+
+    async def __anext__(self) -> ChoiceDelta:
+        return self._cutters.cut(await anext(self._deltas))
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()

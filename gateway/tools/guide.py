@@ -1,5 +1,4 @@
-"""The structural tag that holds an output to the tools of its request: a call's name is declared, and its arguments
-match the tool's schema."""
+"""The structural tag that holds an output to its request's tools: a call names one and matches its schema."""
 
 from __future__ import annotations
 
@@ -26,15 +25,11 @@ _Format = dict[str, Any]
 def tool_guide(
     tools: Sequence[dict[str, Any]], choice: str, parallel: bool, form: ChatFormat, answer: Guide | None = None
 ) -> Guide:
-    """Return the guide of a request with tools.
+    """Return the guide of a request with tools. Raises: InvalidArgument (no schema of an object, or too large).
 
-    tools: as OpenAI's chat describes them.
-    choice: "auto", "required", or the name of the tool that must be called.
-    parallel: whether several calls may follow each other; a named tool is called once in any case.
+    choice: "auto", "required", or the name of the tool that must be called, once.
+    parallel: whether several calls may follow each other.
     answer: what an answer without a call must match; only with "auto", and then there is one call at most.
-
-    Raises:
-        InvalidArgument: a tool's parameters are no schema of an object, or all are too large.
     """
     family = form.family
     assert family is not None
@@ -71,10 +66,7 @@ def answer_guide(answer: Guide, form: ChatFormat) -> Guide:
 
 
 def tool_at(guide: Guide, place: str) -> str:
-    """Return the name of the tool whose call stands at a place in the guide of a request; "" for its answer.
-
-    place: a JSON pointer, as errors of an engine have it.
-    """
+    """Return the name of the tool at a JSON pointer into the guide of a request; "" for its answer."""
     found, name = orjson.loads(guide.text), ""
     for key in place.split("/")[1:]:
         found = found[int(key)] if isinstance(found, list) else found[key]
@@ -125,8 +117,7 @@ def _content(answer: Guide) -> _Format:
     if answer.kind == "json":
         return {"type": "json_schema", "json_schema": {"type": "object"}}
     if answer.kind == "choice":
-        texts = orjson.loads(answer.text)
-        return _one_of([{"type": "const_string", "value": text} for text in texts])
+        return _one_of([{"type": "const_string", "value": text} for text in orjson.loads(answer.text)])
     if answer.kind == "structural_tag":
         return _format_of(answer.text)
     value = orjson.loads(answer.text) if answer.kind == "json_schema" else answer.text
@@ -139,16 +130,13 @@ def _format_of(structural_tag: str) -> _Format:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         found = None
     if not isinstance(found, dict):
-        raise InvalidArgument(
-            "structured_outputs.structural_tag", 'must be {"type": "structural_tag", "format": {...}}'
-        )
+        problem = 'must be {"type": "structural_tag", "format": {...}}'
+        raise InvalidArgument("structured_outputs.structural_tag", problem)
     return found
 
 
 def _guide(found: _Format) -> Guide:
-    text = orjson.dumps({"type": "structural_tag", "format": found}).decode()
-    size = len(text.encode())
-    if size > MAX_GUIDE_BYTES:
-        problem = f"must have at most {MAX_GUIDE_BYTES} bytes as a grammar, got {size}"
-        raise InvalidArgument("tools", problem)
-    return Guide("structural_tag", text)
+    data = orjson.dumps({"type": "structural_tag", "format": found})
+    if len(data) > MAX_GUIDE_BYTES:
+        raise InvalidArgument("tools", f"must have at most {MAX_GUIDE_BYTES} bytes as a grammar, got {len(data)}")
+    return Guide("structural_tag", data.decode())

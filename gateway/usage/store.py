@@ -126,8 +126,7 @@ class UsageStore(Database):
 
     def budgets(self) -> dict[str, tuple[float, str]]:
         """Return what is spent and reserved of each budget, as it was written."""
-        with self._transaction() as db:
-            return {row[0]: (row[2], row[3]) for row in db.execute("SELECT * FROM budgets")}
+        return {row[0]: (row[2], row[3]) for row in self._execute("SELECT * FROM budgets")}
 
 
 def read(path: Path, table: str, columns: Sequence[str], about: Filter, rest: str, *values: Any) -> Iterator[tuple]:

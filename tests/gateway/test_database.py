@@ -31,6 +31,16 @@ def test_what_was_committed_is_there_after_a_restart_and_a_failed_transaction_is
     database.close()
 
 
+def test_a_transaction_inside_another_is_a_part_of_it() -> None:
+    database = Database(None, "test database", SCHEMA, 1)
+    with pytest.raises(Unavailable), database._transaction():
+        with database._transaction():
+            database._execute("INSERT INTO one VALUES (?)", 1)
+        database._execute("INSERT INTO one VALUES (?)", 1)
+    assert database._execute("SELECT * FROM one") == []
+    database.close()
+
+
 def test_a_database_of_another_version_or_a_path_of_none_is_refused(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "db")
     db.execute("PRAGMA user_version = 2")

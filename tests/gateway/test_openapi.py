@@ -104,3 +104,23 @@ def test_the_parameters_of_usage_are_those_that_it_reads(tmp_path: Path):
     for path, more in (("/v1/usage", {"group_by"}), ("/v1/usage/requests", {"request_id", "limit", "after"})):
         names = {parameter["name"] for parameter in paths[path]["get"]["parameters"]}
         assert names == {"from", "to", "tenant", "model", "endpoint", "time_zone", "format", *more}
+
+
+def test_files_and_batches_are_published_where_they_are_served(tmp_path: Path):
+    assert not any("batch" in path for path in openapi.document(Settings())["paths"])
+    paths = openapi.document(Settings(batch_db=tmp_path / "b"))["paths"]
+    assert set(paths["/v1/files/{id}"]) == {"get", "delete"} and set(paths["/v1/batches"]) == {"get", "post"}
+    [body] = paths["/v1/batches"]["post"]["requestBody"]["content"].values()
+    assert "webhook_url" not in body["schema"]["properties"]  # it would be refused
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_nothing_in_files_and_batches(tmp_path: Path):
+    async with FakeReplica() as replica, gateway(replica, batch_db=tmp_path / "b", batch_max_batches=1000) as running:
+        arguments = ["run", f"{running.base_url}/openapi.json", "--url", running.base_url]
+        arguments += ["--include-path-regex", "/v1/(files|batches)", "--max-examples", "20", "--no-color"]
+        process = await asyncio.create_subprocess_exec(
+            Path(sys.executable).parent / "st", *arguments, cwd=tmp_path, stdout=-1, stderr=-2
+        )
+        message, _ = await asyncio.wait_for(process.communicate(), 600)
+        assert process.returncode == 0, message.decode()[-4000:]

@@ -188,7 +188,7 @@ def test_every_gateway_metric_is_on_the_dashboard_or_in_a_rule():
     asked = {name for expr in queries() for name, _ in selectors(expr)}
     from prometheus_client import CollectorRegistry
 
-    from gateway.batch.metrics import BatchMetrics
+    from gateway.batch.worker import BatchMetrics
 
     registry = CollectorRegistry()
     BatchMetrics(registry, lambda: 0.0)

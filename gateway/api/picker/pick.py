@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import time
 from collections.abc import Callable, Collection, Mapping
 
 from grpc import StatusCode
 
 from clients.replica_set.reservation import Reservation
+from clients.wire.response_reader import ResponseReader
 from contract import errors
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.fair_admission import Permit
-from gateway.api.picker.request import GRPC, OPENAI
-from gateway.api.picker.usage import ResponseUsage
+from gateway.api.picker.request import FRAME, GRPC, OPENAI
 from gateway.config.settings import Settings
 from gateway.request_context import RequestContext
 from gateway.routing.replicas import Route, RoutedReplica
@@ -27,13 +28,68 @@ MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
 _NOT_READ = GenerationRequest(text_input="", max_tokens=1)
 _BY_STATUS = {kind.http_status: kind for kind in reversed(errors.BY_NAME.values())} | {502: Unavailable}
 
+# A text that quotes these names has a backslash in front of each quotation mark.
+_TOLD = re.compile(rb'(?<!\\)"(?:num_)?(prompt|input|completion|output)_tokens"\s*:\s*(\d+)[,}\s]')
+_EVENT = re.compile(rb"\ndata: ?\{")  # JSON escapes the line ends in texts
+_LONGEST_MATCH = 64
+_INPUT = (b"prompt", b"input")
+
+
+class ResponseUsage:
+    """What a response has used so far, read while Envoy relays it: JSON of OpenAI and Triton, or events, or gRPC."""
+
+    def __init__(self, request: GenerationRequest, content_type: str) -> None:
+        self._reader = ResponseReader(request) if content_type.startswith("application/grpc") else None
+        self._events = content_type.startswith("text/event-stream")
+        self._kept = b"\n" if self._events else b""
+        self._input = self._output = 0  # as the endpoint told them
+        self.tokens = 0  # counted, an event as one where ids are not read
+        self.cached_tokens: int | None = None  # as a replica told over gRPC
+        self.error: TridentError | None = None  # that a gRPC response carried in band
+
+    @property
+    def usage(self) -> Usage | None:
+        """As the endpoint told it; None before."""
+        return Usage(self._input, self._output, self.cached_tokens or 0) if self._output else None
+
+    def feed(self, data: bytes) -> None:
+        """Read the next bytes."""
+        known = len(self._kept)
+        self._kept += data
+        if self._reader is not None:
+            self._read_frames(self._reader)
+            return
+        self.tokens += sum(event.end() > known for event in _EVENT.finditer(self._kept)) if self._events else 0
+        for match in _TOLD.finditer(self._kept):
+            count = int(match[2])
+            if match[1] in _INPUT:  # Triton's events have 0 before the last
+                self._input = count or self._input
+            else:
+                self._output = count or self._output
+        self._kept = self._kept[-_LONGEST_MATCH:]
+
+    def _read_frames(self, reader: ResponseReader) -> None:
+        while len(self._kept) >= FRAME.size:
+            compressed, size = FRAME.unpack_from(self._kept)
+            end = FRAME.size + size
+            if len(self._kept) < end:
+                return
+            message, self._kept = self._kept[FRAME.size : end], self._kept[end:]
+            try:
+                delta = None if compressed else reader.read(message)
+            except TridentError as error:
+                self.error = error
+                continue
+            if delta is not None:
+                self.tokens += len(delta.token_ids)
+                self._input += delta.usage.input_tokens if delta.usage else 0  # of each request of the stream
+                self._output += delta.usage.output_tokens if delta.usage else 0
+                if delta.usage:
+                    self.cached_tokens = (self.cached_tokens or 0) + delta.usage.cached_tokens
+
 
 class Pick:
-    """The permit of one request and its work at a replica; ``close`` it in any case.
-
-    endpoints: the replicas that it may go to by their "IP:PORT", best first.
-    error: of the response, or that ended it.
-    """
+    """The permit of one request and its work at a replica; ``close`` it. endpoints: by "IP:PORT", best first."""
 
     def __init__(
         self, service: Service, context: RequestContext, permit: Permit, form: str, began_s: float, on_cut: OnCut
@@ -55,11 +111,7 @@ class Pick:
         service.live.add(self)
 
     async def choose(self, subset: Collection[str] | None) -> None:
-        """Wait for the slot of every choice and pick the endpoints.
-
-        subset: endpoints to pick from; None for all.
-        Raises: Unavailable without a ready one; Overloaded and DeadlineExceeded of the queue.
-        """
+        """Wait for every choice's slot and pick endpoints, of a subset or all. Raises: as the queue, or Unavailable."""
         turns, replicas = self._permit.turns, self._service.replicas
         await asyncio.gather(*(turn.begin() for turn in turns))
         named = {replica.url: self._endpoint(replica) for replica in replicas.all()}

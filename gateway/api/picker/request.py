@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import orjson
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from contract.errors import InvalidArgument
 from contract.generation import INT32_MAX, GenerationRequest
@@ -35,11 +35,7 @@ _PROMPTS = ("messages", "prompt", "text_input", "input_ids", "input")
 
 @dataclass(frozen=True)
 class PickRequest:
-    """What a body says.
-
-    model: that it names. requests: one for each choice.
-    shortened: returns the body with another ``max_tokens``, or raises InvalidArgument.
-    """
+    """requests: one for each choice. shortened: returns the body with another max_tokens, or raises InvalidArgument."""
 
     model: str
     requests: tuple[GenerationRequest, ...]
@@ -65,10 +61,7 @@ def generation(headers: Mapping[str, str]) -> re.Match[str] | None:
 
 
 def read(headers: Mapping[str, str], body: bytes, settings: Settings, timeout_s: float) -> PickRequest | None:
-    """Return what the body says; None while the first message of a gRPC stream is not whole.
-
-    Raises: InvalidArgument that names the field.
-    """
+    """Return what the body says; None while a stream's first message is not whole. Raises: InvalidArgument."""
     form, path = form_of(headers), generation(headers)
     if form == GRPC:
         return _read_grpc(body, timeout_s)
@@ -113,7 +106,7 @@ def _read_grpc(body: bytes, timeout_s: float) -> PickRequest | None:
     if compressed:
         raise InvalidArgument("grpc-encoding", "must be identity, got a compressed message")
     try:
-        message = service_pb2.ModelInferRequest.FromString(body[FRAME.size : end])
+        message = ModelInferRequest.FromString(body[FRAME.size : end])
     except DecodeError as exc:
         raise InvalidArgument("", "the message is not a ModelInferRequest") from exc
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -16,19 +15,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from contract.errors import InvalidArgument
-from gateway.api.chat import ChatFormatter
-from gateway.api.openai_http import JSON, OpenAIEndpoint, counted_route
+from gateway.api.error_responses import JSON
+from gateway.api.formatters import ChatFormatter
+from gateway.api.openai_http import OpenAIEndpoint, Opened, chosen, counted_route, limit, page
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.responses.events import ResponseEvents, ResponseFold
 from gateway.api.responses.items import plain_items
 from gateway.api.responses.schemas import ResponsesChat, parse, renamed
 from gateway.api.responses.store import ResponseStore
-from gateway.api.vocabulary import Vocabulary
 from gateway.cache.idempotency import HEADER as IDEMPOTENCY
 from gateway.cache.reuse import ResponseDeltas, ResponseReuse
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
+from gateway.tools.vocabulary import Vocabulary
 
 OPERATION = "responses"
 MAX_LISTED, LISTED = 100, 20
@@ -60,19 +60,14 @@ class ResponsesEndpoint(OpenAIEndpoint):
         return original.chat([*before, *inputs], len(inputs))
 
     async def _respond(
-        self,
-        response: ResponseStream,
-        body: ResponsesChat,
-        stream: ResponseDeltas,
-        vocabulary: Vocabulary,
-        headers: Callable[[], Headers],
-        context: RequestContext,
+        self, response: ResponseStream, body: ResponsesChat, opened: Opened, headers: Callable[[], Headers]
     ) -> None:
-        chat = ChatFormatter(body, stream.request_id, stream.created_s, vocabulary)
-        head = {"id": _response_id(stream, context), "object": "response", "created_at": stream.created_s}
+        stream, tenant = opened.stream, opened.context.tenant.name
+        chat = ChatFormatter(body, stream.request_id, stream.created_s, opened.vocabulary)
+        head = {"id": _response_id(stream, opened.context), "object": "response", "created_at": stream.created_s}
         head |= {"model": body.model, **body.original.returned()}
         fold = ResponseFold(head, lambda delta: (chat.logprobs(delta) or {}).get("content", ()))
-        put = partial(self._store.put, context.tenant.name, body.inputs)
+        put = partial(self._store.put, tenant, body.inputs)
         events = ResponseEvents(stream, fold, put if body.original.store else None)
         if body.stream:
             await response.send_events(headers, events, events)
@@ -102,12 +97,8 @@ class ResponsesEndpoint(OpenAIEndpoint):
 
     async def _input_items(self, request: Request, tenant: Tenant) -> Any:
         _check_query(request, "limit", "order", "after")
-        query = request.query_params
-        order, limit, after = query.get("order", "desc"), query.get("limit", str(LISTED)), query.get("after")
-        if order not in ("asc", "desc"):
-            raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
-        if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-            raise InvalidArgument("limit", f"must be an integer from 1 to {MAX_LISTED}, got {limit!r:.50}")
+        most, after = limit(request, LISTED, MAX_LISTED), request.query_params.get("after")
+        order = chosen(request, "order", "desc", "asc")
         items = await asyncio.to_thread(self._store.inputs, tenant.name, request.path_params["id"])
         if order == "desc":
             items.reverse()
@@ -116,9 +107,7 @@ class ResponsesEndpoint(OpenAIEndpoint):
             if not places:
                 raise InvalidArgument("after", f"must be the id of an item of the response, got {after!r:.100}")
             items = items[places[-1] + 1 :]
-        page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
+        return page(items[:most], len(items) > most)
 
 
 def _response_id(stream: ResponseDeltas, context: RequestContext) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 from contract.errors import EngineFailed, InvalidArgument, Overloaded, TridentError
 from contract.generation import FinishReason, TokenDelta, ToolCallDelta, Usage
 from gateway.api.responses.items import PREFIXES
+from gateway.api.schemas import is_whole
 from gateway.api.sse import encode_event
-from gateway.api.tool_schemas import is_whole
 from gateway.cache.reuse import ResponseDeltas
 
 Event = dict[str, Any]
@@ -25,12 +25,7 @@ _KINDS: dict[str, tuple[str, str, Event]] = {
 
 
 class ResponseFold:
-    """One response as it grows.
-
-    head: its fields that are known from the beginning, ``id`` among them.
-    log_probs: returns those of a delta's tokens, none if they are not requested.
-    response: the response so far. done: whether it has ended.
-    """
+    """One response as it grows, until ``done``. log_probs: returns those of a delta's tokens, if requested."""
 
     def __init__(
         self, head: Mapping[str, Any], log_probs: Callable[[TokenDelta], Iterable[Any]] = lambda delta: ()
@@ -105,7 +100,8 @@ class ResponseFold:
             self._add_here("response.content_part.added", content_index=0, part=self._part)
         self._texts.append(text)
         more: Event = {"logprobs": self._waiting} if kind == "text" else {}
-        self._listed, self._waiting = [*self._listed, *self._waiting], []
+        self._listed += self._waiting
+        self._waiting = []
         self._add_here(f"response.{part}.delta", content_index=0, delta=text, **more)
 
     def _begin(self, kind: str, **fields: Any) -> None:
@@ -150,10 +146,7 @@ class ResponseFold:
 
 
 class ResponseEvents:
-    """The events of a response, delta by delta, and their encoder. Closing it closes the deltas.
-
-    on_end: called in a thread, with the whole response, before its last events are returned.
-    """
+    """A response's events, and their encoder. on_end: called in a thread with the whole response, before the last."""
 
     def __init__(self, stream: ResponseDeltas, fold: ResponseFold, on_end: Callable[[Event], None] | None) -> None:
         self._deltas, self._fold, self._on_end = stream.deltas, fold, on_end

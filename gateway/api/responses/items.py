@@ -10,9 +10,8 @@ from pydantic import BeforeValidator, Field, StrictStr
 
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
-from gateway.api.schemas import EntryLimit
+from gateway.api.schemas import CalledFunction, EntryLimit, ToolCall
 from gateway.api.strict_model import StrictModel
-from gateway.api.tool_schemas import CalledFunction, ToolCall
 
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 _TEXTS, _THOUGHTS = ("input_text", "output_text"), ("reasoning_text", "summary_text")
@@ -83,11 +82,7 @@ Items = Annotated[list[Annotated[Item, BeforeValidator(_without_nulls)]], Field(
 
 
 def plain_items(given: str | Sequence[Item], suffix: str) -> list[dict[str, Any]]:
-    """Return the items as they are stored and listed: each with an id, a status and its content in parts.
-
-    given: a text of the user, or items. suffix: makes new ids unique.
-    Raises: InvalidArgument.
-    """
+    """Return items as they are stored, in parts and with an id of a unique ``suffix``. Raises: InvalidArgument."""
     if isinstance(given, str):
         given = [Item(role="user", content=given)]
     found = []
@@ -107,11 +102,7 @@ def plain_items(given: str | Sequence[Item], suffix: str) -> list[dict[str, Any]
 
 
 def messages_of(items: Sequence[Mapping[str, Any]], given: int) -> list[dict[str, Any]]:
-    """Return the messages of a chat. What the assistant wrote between two others' items is one message.
-
-    items: plain, without references. given: how many of them, the last ones, are of the request itself.
-    Raises: InvalidArgument that names an entry of ``input``.
-    """
+    """Return a chat's messages. The last ``given`` items are the request's own. Raises: InvalidArgument (input)."""
     messages: list[dict[str, Any]] = []
     origins: list[int] = []  # the item of each message
     before, last = len(items) - given, ""

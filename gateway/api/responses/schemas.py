@@ -11,9 +11,8 @@ from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 from gateway.api.prompting import PromptReference
 from gateway.api.responses.items import Items, messages_of
-from gateway.api.schemas import WHOLE, ChatRequest, EntryLimit, checked, fields_of
-from gateway.api.strict_model import LevelLimit, StrictModel
-from gateway.api.tool_schemas import MAX_TOOLS, FunctionName
+from gateway.api.schemas import MAX_TOOLS, WHOLE, ChatRequest, EntryLimit, Function, FunctionName, checked, fields_of
+from gateway.api.strict_model import LevelLimit, Metadata, StrictModel
 from gateway.config.settings import Settings
 from gateway.prompts.template import Rendered
 from gateway.tools.chat_format import ChatFormat
@@ -40,13 +39,10 @@ def _check_function(value: Any) -> Any:
 _Function = BeforeValidator(_check_function)
 
 
-class FunctionTool(FunctionName):
-    """A function in the Responses' flat form. strict: accepted; arguments match ``parameters`` in any case."""
+class FunctionTool(Function):
+    """A function in the Responses' flat form."""
 
     type: Literal["function"]
-    description: StrictStr | None = None
-    parameters: Annotated[dict[str, Any], LevelLimit] | None = None
-    strict: StrictBool | None = None
 
 
 class NamedFunction(FunctionName):
@@ -91,10 +87,7 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE] | None = None
     temperature: Annotated[StrictFloat, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
-    metadata: Annotated[
-        dict[Annotated[StrictStr, Field(max_length=64)], Annotated[StrictStr, Field(max_length=512)]],
-        Field(max_length=16),
-    ] = {}
+    metadata: Metadata = {}
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     tools: Annotated[list[Annotated[FunctionTool, _Function]], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
@@ -115,10 +108,7 @@ class ResponsesRequest(StrictModel):
         return self.model_dump(by_alias=True, exclude=_NOT_RETURNED) | {"text": text}
 
     def chat(self, items: list[dict[str, Any]], given: int) -> ResponsesChat:
-        """Return the chat. items: of the conversation, the last ``given`` of them of this request.
-
-        Raises: InvalidArgument.
-        """
+        """Return the chat. items: of the conversation, the last ``given`` of this request. Raises: InvalidArgument."""
         messages = messages_of(items, given)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})

@@ -1,7 +1,7 @@
 """Stored responses, their items and the conversations they make, in one SQLite database or in memory.
 
-A tenant sees its own responses only. A response expires ``response_keep_s`` after it, or the last one that continues
-it, was stored; beyond the bounds of a tenant those used longest ago go first.
+A tenant sees its own. A response expires ``response_keep_s`` after it, or the last one that continues it, was stored;
+beyond the bounds of a tenant those used longest ago go first.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ WITH RECURSIVE chain (sequence, previous, bytes, depth) AS (
 
 
 class ResponseStore(Database):
-    """Every method is one transaction and blocks. settings: file and bounds; what one request continues has at most
-    the bytes of a body. clock: Unix seconds.
-    """
+    """Every method is one transaction and blocks. clock: Unix seconds."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         super().__init__(settings.response_db, "response database", _SCHEMA, _VERSION)
@@ -70,9 +68,7 @@ class ResponseStore(Database):
             renewed = "UPDATE responses SET expires_s = :expires WHERE sequence IN (SELECT sequence FROM chain)"
             db.execute(f"{_CHAIN} {renewed}", named)
             db.execute("DELETE FROM responses WHERE expires_s <= ?", (now_s,))
-            count, used = db.execute(
-                "SELECT count(*), total(bytes) FROM responses WHERE tenant = ?", (tenant,)
-            ).fetchone()
+            [(count, used)] = self._execute("SELECT count(*), total(bytes) FROM responses WHERE tenant = ?", tenant)
             oldest = db.execute(
                 "SELECT sequence, bytes FROM responses WHERE tenant = ? AND sequence < ? ORDER BY expires_s, sequence",
                 (tenant, added.lastrowid),
@@ -88,30 +84,20 @@ class ResponseStore(Database):
 
     def get(self, tenant: str, response_id: str) -> bytes:
         """Return the JSON of a response. Raises: NotFound."""
-        with self._transaction() as db:
-            row = db.execute(
-                "SELECT body FROM responses WHERE tenant = ? AND id = ? AND expires_s > ?",
-                (tenant, response_id, self._clock()),
-            ).fetchone()
-        if row is None:
+        where = "WHERE tenant = ? AND id = ? AND expires_s > ?"
+        rows = self._execute(f"SELECT body FROM responses {where}", tenant, response_id, self._clock())
+        if not rows:
             raise _not_found(response_id)
-        return bytes(row[0])
+        return bytes(rows[0][0])
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response and its items. What continues it can be read, and not continued. Raises: NotFound."""
-        with self._transaction() as db:
-            deleted = db.execute(
-                "DELETE FROM responses WHERE tenant = ? AND id = ? AND expires_s > ?",
-                (tenant, response_id, self._clock()),
-            )
-            if not deleted.rowcount:
-                raise _not_found(response_id)
+        with self._transaction():
+            self.get(tenant, response_id)
+            self._execute("DELETE FROM responses WHERE tenant = ? AND id = ?", tenant, response_id)
 
     def conversation(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
-        """Return the items of a response and of all before it, in order.
-
-        Raises: InvalidArgument if the response or one before it is not stored, or they are too large.
-        """
+        """Return the items of a response and all before it. Raises: InvalidArgument: not stored, or too large."""
         most, problem = self._settings.max_body_bytes, ""
         chain, items = self._read(tenant, response_id, f"WHERE (SELECT sum(bytes) FROM chain) <= {most}")
         if not chain:
@@ -134,19 +120,16 @@ class ResponseStore(Database):
     def resolved(self, tenant: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items, with stored ones in place of references to them. Raises: InvalidArgument."""
         found, size, most = [], 0, self._settings.max_body_bytes
-        with self._transaction() as db:
+        query = "SELECT items.body FROM items JOIN responses ON sequence = response WHERE items.id = ? AND tenant = ?"
+        with self._transaction():
             for number, item in enumerate(items):
                 if item["type"] == "item_reference":
-                    row = db.execute(
-                        "SELECT items.body FROM items JOIN responses ON sequence = response"
-                        " WHERE items.id = ? AND tenant = ? AND expires_s > ? LIMIT 1",
-                        (item["id"], tenant, self._clock()),
-                    ).fetchone()
-                    size += len(row[0]) if row else 0
-                    if row is None or size > most:
+                    rows = self._execute(f"{query} AND expires_s > ? LIMIT 1", item["id"], tenant, self._clock())
+                    size += sum(len(body) for (body,) in rows)
+                    if not rows or size > most:
                         problem = f"must be of a stored item, of at most {most} bytes together, got {item['id']!r:.100}"
                         raise InvalidArgument(f"input.{number}.id", problem)
-                    item = orjson.loads(row[0])
+                    item = orjson.loads(rows[0][0])
                 found.append(item)
         return found
 

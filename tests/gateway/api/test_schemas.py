@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide
 from gateway.api import schemas
-from gateway.api.schemas import ChatRequest, CompletionRequest
+from gateway.api.schemas import CalledFunction, ChatRequest, CompletionRequest, Function, Tool, ToolCall, plain_tools
 from gateway.config.settings import Settings
 from gateway.tools.chat_format import HERMES, TAGGED, ChatFormat
 from gateway.tools.cutter import CutterRules
@@ -309,3 +309,27 @@ def test_an_output_with_tools_cannot_be_continued_and_may_have_a_format_beside_c
     request, _ = held(chat(tools=[TOOL], response_format={"type": "json_object"}))
     assert request.guide is not None
     assert [one["type"] for one in json.loads(request.guide.text)["format"]["elements"]] == ["tag", "json_schema"]
+
+
+def tool(name: str, **more: object) -> Tool:
+    return Tool(type="function", function=Function(name=name, **more))
+
+
+def test_what_the_caller_left_out_is_left_out() -> None:
+    parameters = {"type": "object", "properties": {"x": {"default": None}}}
+    assert plain_tools([tool("f"), tool("g", strict=True, description="d", parameters=parameters)]) == [
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "function", "function": {"name": "g", "description": "d", "parameters": parameters}},
+    ]
+
+
+def test_names_differ() -> None:
+    with pytest.raises(InvalidArgument, match=r"tools.1.function.name: must differ from the others, got f twice"):
+        plain_tools([tool("f"), tool("f")])
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "{", "1"])
+def test_arguments_of_a_call_are_an_object(arguments: str) -> None:
+    call = ToolCall(id="a", function=CalledFunction(name="f", arguments=arguments))
+    with pytest.raises(InvalidArgument, match=r"m.tool_calls.0.function.arguments: must be a JSON object"):
+        call.plain("m.tool_calls.0")

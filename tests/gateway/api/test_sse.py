@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.generation import FinishReason, TokenDelta, Usage
-from gateway.api.chat import ChatFormatter
-from gateway.api.completions import CompletionFormatter
+from gateway.api.formatters import ChatFormatter, CompletionFormatter
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sse import DONE, EventEncoder, encode_event, usage_fields
-from gateway.api.vocabulary import Vocabulary
 from gateway.choices import ChoiceDelta
+from gateway.tools.vocabulary import Vocabulary
 
 DELTAS = st.lists(
     st.builds(
@@ -86,7 +85,8 @@ def test_a_delta_that_adds_nothing_has_no_event() -> None:
 
 
 def test_the_stream_ends_with_the_usage_of_all_choices_only_if_it_is_requested() -> None:
-    encoder = EventEncoder(chat(), 2, include_usage=True, replayed=[ChoiceDelta(1, TokenDelta("", usage=Usage(3, 5)))])
+    both = chat(n=2, stream_options={"include_usage": True})
+    encoder = EventEncoder(both, replayed=[ChoiceDelta(1, TokenDelta("", usage=Usage(3, 5)))])
     encoder.encode(ChoiceDelta(0, TokenDelta("", finish_reason=FinishReason.STOP, usage=Usage(3, 4, 2))))
     usage, done = encoder.end().split(b"\n\n")[:2]
     expected = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}

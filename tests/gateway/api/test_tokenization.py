@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from contract.errors import InvalidArgument, NotFound, PromptTooLong
 from gateway.api import schemas, tokenization
-from gateway.api.tokenization import DetokenizeRequest, ModelTokenizer, TokenizeRequest
+from gateway.api.tokenization import DetokenizeRequest, TokenizeRequest
+from gateway.prompts.chat_tokens import ChatTokens
 from tests.gateway.running import Running, gateway, until
 
 DEMO = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
@@ -29,30 +30,35 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's tokenizer with a template of its own."""
     folder = tmp_path_factory.mktemp("model")
     shutil.copyfile(DEMO, folder / "tokenizer.json")
     config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "tokenizer_class": "X"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return ModelTokenizer(folder / "tokenizer.json")
+    return folder / "tokenizer.json"
 
 
-def tokenize(model: ModelTokenizer, **body: Any) -> dict[str, Any]:
-    return model.tokenize(schemas.validated(TokenizeRequest, json.dumps(body).encode()))
+@pytest.fixture(scope="module")
+def model(path: Path) -> ChatTokens:
+    return ChatTokens(path)
+
+
+def tokenize(model: ChatTokens, **body: Any) -> dict[str, Any]:
+    return schemas.validated(TokenizeRequest, json.dumps(body).encode()).answer(model)
 
 
 @given(st.text(max_size=200), st.booleans())
-def test_ids_are_the_librarys_and_become_the_text_again(model: ModelTokenizer, text: str, special: bool) -> None:
+def test_ids_are_the_librarys_and_become_the_text_again(model: ChatTokens, text: str, special: bool) -> None:
     found = tokenize(model, prompt=text, add_special_tokens=special, return_token_strs=True)
     expected = LIBRARY.encode(text, add_special_tokens=special)
     assert (found["tokens"], found["token_strs"], found["count"]) == (expected.ids, expected.tokens, len(expected.ids))
     body = DetokenizeRequest(tokens=found["tokens"])
-    assert model.detokenize(body) == {"prompt": LIBRARY.decode(expected.ids, skip_special_tokens=False)}
+    assert body.answer(model) == {"prompt": LIBRARY.decode(expected.ids, skip_special_tokens=False)}
 
 
-def test_a_chat_is_rendered_and_gets_special_tokens_only_when_asked(model: ModelTokenizer) -> None:
+def test_a_chat_is_rendered_and_gets_special_tokens_only_when_asked(model: ChatTokens) -> None:
     for more, text, special in (
         ({}, "<user>Hé<bot>", False),
         ({"add_generation_prompt": False}, "<user>Hé", False),
@@ -83,35 +89,35 @@ def test_a_chat_is_rendered_and_gets_special_tokens_only_when_asked(model: Model
         ),
     ],
 )
-def test_a_wrong_body_is_named_by_its_field(model: ModelTokenizer, body: dict[str, Any], field: str) -> None:
+def test_a_wrong_body_is_named_by_its_field(model: ChatTokens, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         tokenize(model, **body)
     assert refused.value.field == field
 
 
-def test_sizes_are_bounded(model: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_bounded(model: ChatTokens, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "MAX_BYTES", 10)
     monkeypatch.setattr(tokenization, "MAX_IDS", 3)
     for body in ({"prompt": "x" * 11}, {"messages": CHAT}):
         with pytest.raises(PromptTooLong, match="must have at most 10 bytes, got"):
             tokenize(model, **body)
     with pytest.raises(PromptTooLong, match="tokens: must hold at most 3 ids, got 4"):
-        model.detokenize(DetokenizeRequest(tokens=[1] * 4))
+        DetokenizeRequest(tokens=[1] * 4).answer(model)
     size = LIBRARY.get_vocab_size()
     with pytest.raises(InvalidArgument, match=f"tokens: must hold ids from 0 to {size - 1}, got {size}"):
-        model.detokenize(DetokenizeRequest(tokens=[1, size]))
+        DetokenizeRequest(tokens=[1, size]).answer(model)
 
 
 def test_a_tokenizer_without_a_template_says_so(tmp_path: Path) -> None:
     shutil.copyfile(DEMO, tmp_path / "tokenizer.json")
     with pytest.raises(NotFound, match="this model has no chat template"):
-        tokenize(ModelTokenizer(tmp_path / "tokenizer.json"), messages=CHAT)
+        tokenize(ChatTokens(tmp_path / "tokenizer.json"), messages=CHAT)
 
 
-def test_the_info_has_the_special_tokens_as_text_and_the_template(model: ModelTokenizer) -> None:
-    info = model.info()
-    assert (info["bos_token"], info["eos_token"], info["tokenizer_class"]) == ("<|begin|>", "<|end|>", "X")
-    assert info["chat_template"] == TEMPLATE and "pad_token" not in info
+def test_the_info_has_the_special_tokens_as_text_and_the_template(path: Path) -> None:
+    found = tokenization.info(path)
+    assert (found["bos_token"], found["eos_token"], found["tokenizer_class"]) == ("<|begin|>", "<|end|>", "X")
+    assert found["chat_template"] == TEMPLATE and "pad_token" not in found
 
 
 async def test_the_endpoints_need_no_replica_and_run_beside_each_other() -> None:
@@ -154,9 +160,9 @@ async def info(running: Running) -> dict[str, Any]:
 
 async def test_two_are_in_work_at_once_also_where_clients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     running, most, lock = 0, 0, threading.Lock()
-    counted = ModelTokenizer.tokenize
+    counted = TokenizeRequest.answer
 
-    def slow(self: ModelTokenizer, body: TokenizeRequest) -> dict[str, Any]:
+    def slow(self: TokenizeRequest, chat: ChatTokens) -> dict[str, Any]:
         nonlocal running, most
         with lock:
             running += 1
@@ -164,9 +170,9 @@ async def test_two_are_in_work_at_once_also_where_clients_leave(monkeypatch: pyt
         time.sleep(0.05)
         with lock:
             running -= 1
-        return counted(self, body)
+        return counted(self, chat)
 
-    monkeypatch.setattr(ModelTokenizer, "tokenize", slow)
+    monkeypatch.setattr(TokenizeRequest, "answer", slow)
     async with gateway(model="demo", tokenizer=DEMO) as served:
         for _ in range(6):
             leaving = [asyncio.create_task(served.post("/tokenize", {"prompt": "a"})) for _ in range(2)]

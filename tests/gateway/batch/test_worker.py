@@ -23,10 +23,11 @@ for needed in ("starlette", "orjson", "pydantic", "prometheus_client", "opentele
 from prometheus_client import CollectorRegistry
 
 from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded, Unavailable
-from gateway.batch.aimd import PacePolicy, Signals
+from gateway.batch.pace import Signals
 from gateway.batch.store import Batch, BatchStore, File, Line
 from gateway.batch.webhook import Webhooks
-from gateway.batch.worker import MAX_ATTEMPTS, BatchWorker
+from gateway.batch.worker import MAX_ATTEMPTS, BatchMetrics, BatchWorker
+from gateway.config.settings import Settings
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
 from tests.fakes.replica import FakeReplica, Script
@@ -71,8 +72,10 @@ async def working(
     tenant: Callable[[str, str], Tenant | None] = lambda name, key: Tenant(name),
     **more: Any,
 ) -> AsyncIterator[BatchWorker]:
-    values = {"policy": PacePolicy(max_running=8, step=8.0), "webhooks": Webhooks(), "tick_s": 0.02, **more}
-    worker = BatchWorker(store, answer, tenant, signals, CollectorRegistry(), **values)
+    settings = Settings(batch_max_running=8)
+    worker = BatchWorker(
+        store, answer, tenant, signals, CollectorRegistry(), Webhooks(), settings, **{"tick_s": 0.02, **more}
+    )
     await worker.start()
     try:
         yield worker
@@ -476,3 +479,16 @@ async def _gateway_process(replica: str, path: Path) -> AsyncIterator[asyncio.su
         if process.returncode is None:
             process.terminate()
             await process.wait()
+
+
+def test_every_series_is_there_at_zero_and_the_stall_is_read_at_the_scrape() -> None:
+    registry, stalled = CollectorRegistry(), [0.0]
+    metrics = BatchMetrics(registry, lambda: stalled[0])
+    for outcome in ("completed", "failed", "retried", "preempted"):
+        assert registry.get_sample_value("trident_gateway_batch_lines_total", {"outcome": outcome}) == 0
+    for status in ("validating", "in_progress", "finalizing", "cancelling"):
+        assert registry.get_sample_value("trident_gateway_batches", {"status": status}) == 0
+    stalled[0] = 7.5
+    assert registry.get_sample_value("trident_gateway_batch_stalled_seconds") == 7.5
+    metrics.lines.labels("completed").inc()
+    assert registry.get_sample_value("trident_gateway_batch_lines_total", {"outcome": "completed"}) == 1

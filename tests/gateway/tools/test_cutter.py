@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
+from gateway.choices import ChoiceDelta
 from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, OPEN, TAGGED, ChatFormat
-from gateway.tools.cutter import Cutter, CutterRules
+from gateway.tools.cutter import ChoiceCutters, CutDeltas, Cutter, CutterRules
+from gateway.tools.vocabulary import Vocabulary
 from tests.gateway.tools.letters import MARKERS, Letters, deltas
 
 CALL, END, THINK, END_THINK, CALLS, PYTHON, EOM = MARKERS
@@ -264,3 +266,67 @@ def test_streamed_equals_whole(
     if not any(piece in MARKERS for piece in pieces) and "{" not in "".join(pieces) and letters is LETTERS:
         if rules is BOTH:
             assert whole["text"] == "".join(pieces)
+
+
+# The choices of a response are cut each by itself, and their calls have ids that a replay repeats.
+A_CALL = '<tool_call>{"name": "f"}</tool_call>'
+LAST = TokenDelta(token_ids=(9,), finish_reason=FinishReason.STOP)
+
+
+def items(*texts: str) -> list[ChoiceDelta]:
+    deltas = [ChoiceDelta(choice, TokenDelta(text, (choice,))) for choice, text in enumerate(texts)]
+    return [*deltas, *(ChoiceDelta(choice, LAST) for choice in range(len(texts)))]
+
+
+async def cut_choices(
+    found: Sequence[ChoiceDelta], form: str = HERMES, response_id: str = "r"
+) -> dict[int, list[TokenDelta]]:
+    closed = []
+
+    async def source() -> AsyncGenerator[ChoiceDelta, None]:
+        try:
+            for item in found:
+                yield item
+        finally:
+            closed.append(True)
+
+    cutters = ChoiceCutters(CutterRules(ChatFormat(form), ("f",)), Vocabulary(), response_id)
+    deltas = CutDeltas(source(), cutters)
+    by_choice: dict[int, list[TokenDelta]] = {}
+    async for choice, delta in deltas:
+        by_choice.setdefault(choice, []).append(delta)
+    await deltas.aclose()
+    assert closed == [True]
+    return by_choice
+
+
+def ids(deltas: Sequence[TokenDelta]) -> list[str]:
+    return [call.id for delta in deltas if delta.sections for call in delta.sections.tool_calls if call.id]
+
+
+async def test_each_choice_has_its_own_calls() -> None:
+    found = await cut_choices(items(A_CALL, "text", A_CALL + A_CALL))
+    assert [len(ids(found[choice])) for choice in range(3)] == [1, 0, 2]
+    assert "".join(delta.text for delta in found[1]) == "text"
+    everything = ids(found[0]) + ids(found[2])
+    assert len(set(everything)) == 3 and all(one.startswith("call_") for one in everything)
+
+
+async def test_the_same_response_has_the_same_ids_and_another_has_others() -> None:
+    first, again, other = [ids((await cut_choices(items(A_CALL), response_id=one))[0]) for one in "rrs"]
+    assert first == again != other
+
+
+async def test_ids_suit_mistrals_template() -> None:
+    [found] = ids((await cut_choices(items('[TOOL_CALLS][{"name": "f"}]'), MISTRAL))[0])
+    assert len(found) == 9 and found.isalnum()
+
+
+async def test_closing_closes_deltas_that_were_never_read() -> None:
+    async def source() -> AsyncGenerator[ChoiceDelta, None]:
+        yield ChoiceDelta(0, LAST)
+
+    deltas = source()
+    await CutDeltas(deltas, ChoiceCutters(CutterRules(ChatFormat(), ("f",)), Vocabulary(), "r")).aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(deltas)

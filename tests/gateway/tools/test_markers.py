@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.markers import Marker, MarkerFinder
+from gateway.tools.cutter import Marker, MarkerFinder
 from tests.gateway.tools.letters import Letters
 
 A, B = "<tool_call>", "<|eom_id|>"

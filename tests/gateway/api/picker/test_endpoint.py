@@ -15,8 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from clients.wire import protobuf
 from gateway.api.picker import ext_proc_pb2 as pb
-from gateway.api.picker import messages
-from gateway.api.picker.endpoint import SERVICE
+from gateway.api.picker.endpoint import HEADER, NAMESPACE, SERVED, SERVICE, SUBSET, SUBSET_NAMESPACE
 from gateway.api.picker.request import FRAME
 from tests.gateway.api.picker.endpoints import Pool, pool
 from tests.gateway.config.test_configuration import ALICE, keys
@@ -71,7 +70,7 @@ class Stream:
     async def answer(self, status: int = 200, served: str = "", **more: str) -> pb.ProcessingResponse:
         """Sends the headers of a response."""
         given = {":status": str(status), "content-type": "application/json", **more}
-        metadata = {messages.NAMESPACE: {messages.SERVED: served}} if served else {}
+        metadata = {NAMESPACE: {SERVED: served}} if served else {}
         await self.send(response_headers={"headers": header_map(given)}, metadata=metadata)
         return await self.receive()
 
@@ -88,8 +87,8 @@ def where(answer: pb.ProcessingResponse) -> list[str]:
     """The endpoints of an answer, which header and metadata tell alike."""
     assert answer.WhichOneof("response") == "request_headers", answer
     set_headers = answer.request_headers.response.header_mutation.set_headers
-    [header] = [each.header.raw_value.decode() for each in set_headers if each.header.key == messages.HEADER]
-    assert answer.dynamic_metadata[messages.NAMESPACE][messages.HEADER] == header
+    [header] = [each.header.raw_value.decode() for each in set_headers if each.header.key == HEADER]
+    assert answer.dynamic_metadata[NAMESPACE][HEADER] == header
     return header.split(",")
 
 
@@ -170,7 +169,7 @@ async def test_a_stream_that_envoy_drops_releases_everything():
 async def test_a_subset_is_kept_to(form):
     async with pool(3) as running:
         for endpoint in running.endpoints:
-            hint = {messages.SUBSET_NAMESPACE: {messages.SUBSET: form([endpoint.url, "10.9.9.9:1"])}}
+            hint = {SUBSET_NAMESPACE: {SUBSET: form([endpoint.url, "10.9.9.9:1"])}}
             async with stream(running) as envoy:
                 assert where(await envoy.begin(CHAT, hint)) == [endpoint.url]
 
@@ -178,7 +177,7 @@ async def test_a_subset_is_kept_to(form):
 @pytest.mark.parametrize("given", [["10.9.9.9:1"], []], ids=["unknown", "empty"])
 async def test_a_subset_without_an_endpoint_is_503(given):
     async with pool() as running, stream(running) as envoy:
-        hint = {messages.SUBSET_NAMESPACE: {messages.SUBSET: given}}
+        hint = {SUBSET_NAMESPACE: {SUBSET: given}}
         status, told, body = refusal(await envoy.begin(CHAT, hint))
         assert (status, told["retry-after"]) == (503, "1") and "subset" in body
         await until(lambda: idle(running))
@@ -191,7 +190,7 @@ async def test_a_subset_in_another_pool_than_the_drawn_one_is_found():
         pools = {"replicas": f"a={one.url};b={two.url}", "picker_endpoints": named}
         async with pool(0, **pools, metrics_urls={}) as split:
             for number in range(8):
-                hint = {messages.SUBSET_NAMESPACE: {messages.SUBSET: [f"10.0.0.{1 + number % 2}:80"]}}
+                hint = {SUBSET_NAMESPACE: {SUBSET: [f"10.0.0.{1 + number % 2}:80"]}}
                 async with stream(split) as envoy:
                     assert where(await envoy.begin(CHAT, hint)) == [f"10.0.0.{1 + number % 2}:80"]
 

@@ -175,7 +175,7 @@ async def test_queries_and_other_methods_are_refused_by_name() -> None:
         made = await ask.responses.create(model="demo", input="hi")
         for query, problem in (
             ("limit=101", "limit: must be an integer from 1 to 100, got '101'"),
-            ("order=up", "order: must be asc or desc, got 'up'"),
+            ("order=up", "order: must be one of desc, asc, got 'up'"),
             ("after=x", "after: must be the id of an item of the response, got 'x'"),
             ("before=x", "before: is not supported; leave it out"),
         ):

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from contract.errors import InvalidArgument
-from gateway.api.vocabulary import Vocabulary
+from gateway.tools.vocabulary import Vocabulary
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 

@@ -1,7 +1,6 @@
 """Convert token ids to the text and bytes that ``logprobs`` contains, with the model's tokenizer.json if there is one.
 
-A token of a byte-level vocabulary may contain part of a character. Its bytes are exact; its text has U+FFFD in place
-of incomplete characters.
+A token of a byte-level vocabulary may be part of a character: its bytes are exact, its text has U+FFFD instead.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Look up token ids.
-
-    tokenizer: path of tokenizer.json; None: the text of a token is ``token_id:N``, its bytes are unknown.
-    known: whether there is a tokenizer.
-    special: ids of special tokens, which texts leave out unless a request says otherwise.
-    """
+    """Look up token ids. Without a tokenizer a token's text is ``token_id:N``, and its bytes are unknown."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self._tokenizer = None
-        self.known, self.special = tokenizer is not None, frozenset[int]()
+        self.known = tokenizer is not None
+        self.special = frozenset[int]()  # ids that texts leave out unless a request says otherwise
         if tokenizer is not None:
             self._tokenizer = load_tokenizer(tokenizer)
             self._byte_level = '"ByteLevel"' in tokenizer.read_text(encoding="utf-8")
