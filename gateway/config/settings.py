@@ -104,17 +104,29 @@ class Settings(EnvironmentSettings):
     host: str = Field("127.0.0.1", description="address that the OpenAI and KServe endpoints listen on")
     http_port: Port = Field(9000, description="port of the OpenAI endpoint; 0: a free one")
     grpc_port: Port = Field(9001, description="port of the KServe gRPC endpoint; 0: a free one")
-    picker_port: OptionalPort = Field(None, description="port of Envoy's endpoint picker (docs/endpoint-picker.md)")
-    picker_http_port: Port = Field(8000, description="port of Triton's HTTP protocol at the replicas, for the picker")
-    picker_openai_port: Port = Field(9000, description="port of a gateway beside each replica, for the picker")
+    picker_port: OptionalPort = Field(
+        None, description="port of the endpoint picker for Envoy (docs/endpoint-picker.md); unset: none; 0: a free one"
+    )
+    picker_http_port: Port = Field(
+        8000, description="port at which the replicas serve Triton's HTTP requests, which the endpoint picker names"
+    )
+    picker_openai_port: Port = Field(
+        9000,
+        description="port at which a gateway beside each replica serves OpenAI's requests, for the endpoint picker",
+    )
     picker_endpoints: Annotated[Pairs, Allowed("HOST:PORT=IP:PORT,HOST:PORT=IP:PORT")] = Field(
         default_factory=dict, description="endpoints for HTTP requests of replicas that have them elsewhere"
     )
-    monitoring_host: Text = Field("127.0.0.1", description="address of /metrics and /health: plain HTTP, no API key")
-    monitoring_port: OptionalPort = Field(None, description="port of /metrics and /health; unset: HTTP_PORT + 2")
+    monitoring_host: Text = Field(
+        "127.0.0.1", description="address of the gateway's own /metrics and /health: plain HTTP, no API key"
+    )
+    monitoring_port: OptionalPort = Field(
+        None, description="port of /metrics and /health; unset: HTTP_PORT + 2; 0: a free one"
+    )
     model: Text = Field("demo", description="public name of the model; the name of the ensemble works too")
     models: Annotated[Pairs, Allowed("POOL=FILE,POOL=FILE")] = Field(
-        default_factory=dict, description="several models by pool, with tokenizer.json; [models] of the file wins"
+        default_factory=dict,
+        description="several models, each named as its pool, with its tokenizer.json; [models] of the file wins",
     )
     triton_model: Text = Field("ensemble", description="name of the model at every replica")
     replicas: str = Field(
@@ -131,7 +143,9 @@ class Settings(EnvironmentSettings):
         (),
         description="pools whose replicas serve encoders, for embeddings and scores; section [pools] of the file too",
     )
-    metrics_port: Port = Field(8002, description="port of the replicas' /metrics, which is scraped; 0: not at all")
+    metrics_port: Port = Field(
+        8002, description="the replicas' metrics are scraped from http://HOST:PORT/metrics; 0: not at all"
+    )
     metrics_urls: Annotated[Urls, Allowed("HOST:PORT=URL,HOST:PORT=URL, each http://… or https://…")] = Field(
         default_factory=dict, description="metrics URLs of replicas that have them elsewhere"
     )
@@ -157,32 +171,49 @@ class Settings(EnvironmentSettings):
     )
     redis_file: SecretFile = Field(None, description="file with REDIS, read at start")
     config: File | None = Field(None, description="TOML file with tenants and rules (docs/gateway-configuration.md)")
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(1, description="processes that serve (docs/operations.md)")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(
+        1, description="processes that serve; they share ports, limits and queues (docs/operations.md)"
+    )
     max_in_flight: Count = Field(1000, description="requests in flight, waiting ones included")
     max_body_bytes: BodyBytes = Field(4 * 1024 * 1024, description="bytes of an HTTP body or a gRPC message")
     max_bodies_bytes: Annotated[int | None, Field(ge=2048, le=2**48)] = Field(
-        None, description="bytes of bodies in flight, at least 2 × MAX_BODY_BYTES; one tenant gets half; unset: 256 MiB"
+        None,
+        description="bytes of all request bodies in flight, at least 2 × MAX_BODY_BYTES; one tenant gets half; "
+        "unset: 256 MiB",
     )
     max_choices: Count = Field(16, description="choices of one request: `n` times its prompts")
-    default_max_tokens: Count = Field(256, description="max_tokens of a chat without, as far as its prompt leaves them")
+    default_max_tokens: Count = Field(
+        256,
+        description="max_tokens of a chat that sends none; with TOKENIZER at most what its prompt leaves",
+    )
     tokenizer: File | None = Field(
-        None, description="tokenizer.json, to count prompts and name tokens; unset: TRIDENT_TOKENIZER, or estimates"
+        None,
+        description="the model's tokenizer.json, which counts prompts and names tokens in `logprobs`; "
+        "unset: TRIDENT_TOKENIZER, else prompts are estimated",
     )
     tool_format: ToolFormat = Field(
-        "auto", description="form of tool calls; auto: by TOKENIZER's chat template, else hermes; none: refused"
+        "auto",
+        description="how the model writes tool calls; auto: by the chat template beside TOKENIZER, hermes without one; "
+        "none: tools are refused",
     )
     reasoning_format: ReasoningFormat = Field(
         "auto",
-        description="reasoning: between `<think>` and `</think>` (tagged), from the beginning to `</think>` (open), "
-        "nowhere (none), or by the chat template beside TOKENIZER (auto)",
+        description="where reasoning sections are: between `<think>` and `</think>` (tagged), from the beginning to "
+        "`</think>` (open), nowhere (none); auto: by the chat template beside TOKENIZER",
     )
     tool_guides: bool = Field(
         True,
         description="whether a grammar holds tool calls to the tools' schemas; false for engines without guided "
         "decoding: then `tool_choice` required or named and `strict` are refused",
     )
-    semantic_url: Url = Field("", description="OpenAI-style embeddings API up to and with /v1; unset: this gateway")
-    semantic_model: str = Field("", description="encoder of this gateway, or at SEMANTIC_URL; unset: no semantic cache")
+    semantic_url: Url = Field(
+        "",
+        description="OpenAI-style embeddings API up to and with /v1; unset: SEMANTIC_MODEL is of this gateway",
+    )
+    semantic_model: str = Field(
+        "",
+        description="model of the semantic cache: an encoder of this gateway, or one at SEMANTIC_URL; unset: no cache",
+    )
     semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
     semantic_api_key_file: SecretFile = Field(None, description="file with SEMANTIC_API_KEY; it may be replaced")
     semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")
@@ -190,12 +221,22 @@ class Settings(EnvironmentSettings):
     semantic_ttl_s: Seconds = Field(3600.0, description="longest age of a hit in seconds")
     semantic_max_entries: Annotated[int, Field(ge=1, le=100_000)] = Field(2000, description="responses per tenant")
     semantic_max_bytes: Bytes = Field(16 * 1024 * 1024, description="bytes of responses per tenant")
-    semantic_exclude: Pattern = Field("", description="regular expression of prompts that are neither cached nor sent")
+    semantic_exclude: Pattern = Field(
+        "", description="regular expression; prompts that match are not cached and not sent to SEMANTIC_URL"
+    )
     request_timeout_s: Seconds = Field(600.0, description="longest time in seconds from arrival to the last token")
-    idle_timeout_s: Seconds = Field(60.0, description="longest silence in seconds of an engine that makes no progress")
-    first_token_timeout_s: Seconds = Field(20.0, description="the same before a token; then it is tried elsewhere")
-    hang_retries: Retries = Field(1, description="retries of a request whose replica makes no progress")
-    continuations: Retries = Field(2, description="replicas that a generation may lose and go on elsewhere")
+    idle_timeout_s: Seconds = Field(
+        60.0, description="longest silence of an engine in seconds; queueing at a replica that makes progress is none"
+    )
+    first_token_timeout_s: Seconds = Field(
+        20.0, description="seconds without progress after which a request without a token is retried elsewhere"
+    )
+    hang_retries: Retries = Field(
+        1, description="retries of a request whose replica makes no progress, so that a bad prompt hangs few engines"
+    )
+    continuations: Retries = Field(
+        2, description="replicas that a generation may lose and go on at another one; 0 ends it with an error"
+    )
     stall_timeout_s: Seconds = Field(30.0, description="seconds after which a client that reads nothing is cut off")
     heartbeat_s: Seconds = Field(15.0, description="seconds of silence after which a stream sends `: keep-alive`")
     header_timeout_s: Seconds = Field(10.0, description="longest time in seconds for a client to send its headers")
@@ -213,29 +254,56 @@ class Settings(EnvironmentSettings):
     batch_max_file_bytes: BatchBytes = Field(100 * 1024 * 1024, description="bytes of one file")
     batch_max_bytes: BatchBytes = Field(2 * 1024**3, description="bytes of all files of a tenant")
     batch_max_batches: BatchCount = Field(16, description="unfinished batches of a tenant")
-    batch_webhook_origins: str = Field("", description="`https://HOST,https://HOST:PORT`: webhooks may call no others")
+    batch_webhook_origins: str = Field(
+        "", description="`https://HOST,https://HOST:PORT`: the only origins that webhooks may call"
+    )
     batch_webhook_secret: str = Field("", repr=False, description="`whsec_…`, which signs webhook calls")
-    batch_webhook_secret_file: SecretFile = Field(None, description="file with it; it may be replaced")
-    response_db: AbsolutePath | None = Field(None, description="SQLite file of stored responses; unset: in memory")
+    batch_webhook_secret_file: SecretFile = Field(
+        None, description="file with BATCH_WEBHOOK_SECRET; it may be replaced"
+    )
+    response_db: AbsolutePath | None = Field(
+        None, description="SQLite file of stored /v1/responses, created if missing; unset: in memory"
+    )
     response_keep_s: Annotated[float, Field(ge=1, le=3650 * DAY_S, allow_inf_nan=False)] = Field(
         30.0 * DAY_S, description="seconds that a response is stored after it, or one that continues it, was made"
     )
-    response_max: BatchCount = Field(10_000, description="stored responses of a tenant; least recently used go first")
+    response_max: BatchCount = Field(
+        10_000, description="stored responses of a tenant; those used longest ago go first"
+    )
     response_max_bytes: BatchBytes = Field(64 * 1024 * 1024, description="bytes of all stored responses of a tenant")
-    prompts: Folder = Field(None, description="folder of prompt templates (docs/prompts.md); unset: requests name none")
-    samples: AbsolutePath | None = Field(None, description="folder that `[samples]` of CONFIG uses (docs/samples.md)")
-    samples_keys: File | None = Field(None, description="file with the keys that encrypt SAMPLES, the newest first")
-    usage_db: AbsolutePath | None = Field(None, description="SQLite file of usage and of budgets (docs/usage.md)")
+    prompts: Folder = Field(
+        None, description="folder of prompt templates (docs/prompts.md); unset: requests may name none"
+    )
+    samples: AbsolutePath | None = Field(
+        None,
+        description="folder of the prompts and answers that `[samples]` of CONFIG keeps (docs/samples.md); unset: none",
+    )
+    samples_keys: File | None = Field(
+        None, description="file with the keys that encrypt them, the newest first; unset: they are not encrypted"
+    )
+    usage_db: AbsolutePath | None = Field(
+        None,
+        description="SQLite file of what requests used and of day and month budgets, created if missing "
+        "(docs/usage.md); unset: no /v1/usage",
+    )
     usage_keep_days: Days = Field(90, description="days that the record of a request is kept")
-    usage_sums_keep_days: Days = Field(800, description="days that sums of a quarter of an hour are kept")
+    usage_sums_keep_days: Days = Field(800, description="days that sums of records are kept, by a quarter of an hour")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
-    log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, else json")
-    otlp_endpoint: Url = Field("", description="OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; unset: no traces")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="auto: text if standard error is a terminal, else json"
+    )
+    otlp_endpoint: Url = Field(
+        "", description="OTLP/HTTP traces go here, such as http://127.0.0.1:4318/v1/traces; unset: no traces"
+    )
     admin_token_file: Annotated[File | None, Allowed("a file with a token")] = Field(
-        None, description="file with the token of `/admin/`, for operators and replicas (docs/fleet.md); unset: none"
+        None,
+        description="file with the token of `/admin/` (docs/fleet.md): for operators, and replicas that register; "
+        "unset: no such endpoints",
     )
     key_store: Annotated[Literal["", "redis"] | AbsolutePath, Allowed("a path, or redis")] = Field(
-        "", description="keys of `python -m gateway key` (docs/identity.md): a SQLite file, or `redis` if REDIS is set"
+        "",
+        description="keys that are made by `python -m gateway key` and at /admin/keys (docs/identity.md): a SQLite "
+        "file, or `redis` for that of REDIS, which gateways share; unset: none but those of CONFIG and API_KEYS",
     )
     audit_log: AbsolutePath | None = Field(
         None, description="file to which what operators and tenant admins do is appended; unset: the log alone has it"
