@@ -73,7 +73,7 @@ class Choices:
     @property
     def reservation(self) -> Reservation | None:
         """Of the budget; to be settled by another gateway if this one dies."""
-        return self._permit.ticket.reservation
+        return self._permit.reservation
 
     @property
     def made_elsewhere(self) -> bool:
@@ -98,8 +98,8 @@ class Choices:
         # A batch runs a line again whose generation was cut, and what came of it before is dropped.
         usage = ended.usage if ended.finish_reason or self._context.operation != BATCH else None
         self._usages[ended.index] = usage if paid is None else _unpaid(ended, usage, paid[ended.index])
-        if self._permit.ticket.charge.price is not None:
-            self._micros = self._permit.ticket.charge.micros(self._total())
+        if self._permit.charge.price is not None:
+            self._micros = self._permit.charge.micros(self._total())
         # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
         if ended.finish_reason and ended.usage is not None and not self._permit.target:
             # Ids need no estimate, and a truncated prompt's count says nothing about its text.

@@ -25,15 +25,14 @@ from contract.errors import (
 )
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import continuation
-from gateway.admission.degradation import Stage, overflow_note
-from gateway.admission.engine_priority import engine_priority
-from gateway.admission.fair_admission import Permit
+from gateway.admission.fair_admission import DEGRADED_HEADER, Permit, Stage
+from gateway.admission.request_class import engine_priority
 from gateway.config.settings import Settings
 from gateway.continuation import Continuation, SuspectPrompts
 from gateway.live_generations import LiveGenerations
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
-from gateway.routing.fallback import Fallback
+from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Spend, UpstreamStream
@@ -60,7 +59,7 @@ class GenerationRuntime:
 
     settings: Settings
     replicas: Replicas
-    fallback: Fallback
+    overflow: Overflow
     live: LiveGenerations
     metrics: Metrics
     tracing: Tracing
@@ -96,9 +95,9 @@ class Generation:
         self._runtime, self._permit, self._context, self._span = runtime, permit, context, span
         self.request, self._turn, self.prompt_count = permit.requests[index], permit.turns[index], permit.counts[index]
         self.index, self._on_end, request = index, on_end, self.request
-        self._aim(runtime.fallback.first(permit.target, request) if permit.target else "")
+        self._aim(runtime.overflow.first(permit.target, request) if permit.target else "")
         if self.target:
-            permit.headers["x-trident-degraded"] = overflow_note(self.target)
+            permit.headers[DEGRADED_HEADER] = f"overflow={self.target}"
         self._tried = {self.target}  # targets
         self._hang_retries = self._earlier_attempts = 0  # those at targets before this one
         self._deadline_s = math.inf
@@ -219,11 +218,11 @@ class Generation:
             return False
         if not isinstance(error, retryable) or remaining_s <= 0:
             return False
-        fallback, context = self._runtime.fallback, self._context
-        target = fallback.next_target(context, self.request, self._tried)
+        overflow, context = self._runtime.overflow, self._context
+        target = overflow.next_target(context, self.request, self._tried)
         if target is None:
             if isinstance(error, Overloaded | Unavailable):
-                error.retry_after_s = fallback.retry_after_s(context, self.request, error)
+                error.retry_after_s = overflow.retry_after_s(context, self.request, error)
             return False
         try:
             await self._turn.go(target, remaining_s)
@@ -241,10 +240,10 @@ class Generation:
         self._replica_span = self._route = None
         self._aim(target)
         if target:
-            fallback.degraded[Stage.OVERFLOW.value] += 1
-            self._permit.headers["x-trident-degraded"] = overflow_note(target)
-        elif self._permit.headers.get("x-trident-degraded", "").startswith("overflow="):
-            del self._permit.headers["x-trident-degraded"]
+            self._permit.admission.degraded[Stage.OVERFLOW.value] += 1
+            self._permit.headers[DEGRADED_HEADER] = f"overflow={target}"
+        elif self._permit.headers.get(DEGRADED_HEADER, "").startswith("overflow="):
+            del self._permit.headers[DEGRADED_HEADER]
         return True
 
     async def _continue(self, error: TridentError) -> bool:
@@ -304,7 +303,8 @@ class Generation:
         return loss if loss is not None and isinstance(error, InvalidArgument | Unavailable | EngineFailed) else error
 
     def _aim(self, target: str) -> None:
-        self.target, self.upstream = target, self._runtime.fallback.overflow.upstream(target)
+        """Let the request go to a target, also where a later configuration has it no more."""
+        self.target, self.upstream = target, self._runtime.overflow.upstreams.get(target)
 
     @property
     def remaining_s(self) -> float:
@@ -428,7 +428,7 @@ class Generation:
     def _has_alternative(self) -> bool:
         if self.upstream is None and self._route is not None and self._route.has_alternative():
             return True
-        return self._runtime.fallback.next_target(self._context, self.request, self._tried) is not None
+        return self._runtime.overflow.next_target(self._context, self.request, self._tried) is not None
 
     def _abandon(self, error: TridentError) -> None:
         """Cancel the attempt, so that the request is retried; an upstream counts ``error`` as its failure."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -18,6 +18,7 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
+from contract.background import Background
 from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage, changed
 from gateway import served_models
@@ -48,7 +49,6 @@ from gateway.prompts import registry
 from gateway.releases import Releases
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
-from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.registrations import Entry
 from gateway.routing.replicas import Replicas
@@ -99,7 +99,7 @@ class Service:
         self.usage = UsageStore(settings) if settings.usage_db else None
         own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s, None if self._redis else self.usage)
         self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
-        self.overflow = Overflow(self.replicas.ready, breaker, self.budgets)
+        self.overflow = Overflow(self.replicas, breaker, self.budgets)
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.shared_state = SharedState(settings.redis) if settings.redis else None
@@ -113,7 +113,6 @@ class Service:
             time.monotonic,
             pools=self.replicas,
             target_pool=self.overflow.pool,
-            prompt_weight=self.replicas.prompt_weight,
             make_slots=link.slots if link else PoolSlots,
             rng=rng,
         )
@@ -126,13 +125,12 @@ class Service:
         self.prompts = registry.opened(settings.prompts) if settings.prompts else None
         self._prepare(policy)
         self.models.change(self._table(policy))
-        self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers, self.replicas.ready_in)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = StateMetrics(
             replicas=self.replicas.all,
-            upstreams=self.overflow.upstreams,
+            upstreams=lambda: self.overflow.upstreams.values(),
             pools=self._pool_states,
             body_bytes=lambda: self.bodies.held,
             degraded=lambda: self.admission.degraded,
@@ -146,7 +144,7 @@ class Service:
         self._runtime = GenerationRuntime(
             settings,
             self.replicas,
-            self.fallback,
+            self.overflow,
             self.live,
             self.metrics,
             self.tracing,
@@ -156,7 +154,7 @@ class Service:
         )
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(self._runtime, self.admission)
-        self._tasks: set[asyncio.Task] = set()
+        self._background = Background()
         self._rollbacks: dict[str, asyncio.Task] = {}  # the last one's writing, by release
 
     async def start(self) -> None:
@@ -181,10 +179,10 @@ class Service:
         if self.link is not None:
             await self._catch_up(self.link)
         self.watchdog.add(self.replica_seconds, self.replicas.registrations, self.admission, self.releases)
-        self._run(self.watchdog.run())
-        self._run(self.configuration.watch())
+        self._background.start(self.watchdog.run())
+        self._background.start(self.configuration.watch())
         if self.prompts is not None:
-            self._run(self.prompts.watch())
+            self._background.start(self.prompts.watch())
 
     async def _catch_up(self, link: HubLink) -> None:
         """Hear from the other workers what they were told, which a worker that was started again has missed."""
@@ -206,13 +204,6 @@ class Service:
             del link.topics["known"]
         link.topics["began"] = lambda: link.publish("known", registrations.known(), self.releases.stopped)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` until its end, or until the service closes."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         self.hooks.change()
@@ -228,9 +219,9 @@ class Service:
             every_class = (LOWEST_PRIORITY + 1) * rules.max_waiting_per_class
             alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": every_class}
             rules = rules.model_copy(update=alone)
-        self._concurrency.pools = tuple(pools.sources)
-        self.overflow.change(policy.overflow)
-        self.admission.change(rules, policy.degradation)
+        preferred = policy.degradation.overflow if policy.degradation is not None else ()
+        self.overflow.change(policy.overflow, preferred)
+        self.admission.change(rules, policy.degradation, tuple(pools.sources))
         if self.link is not None:
             self.link.change(rules, tuple(pools.sources))
         self.samples.change(policy.samples, self.configuration.keyless, self.configuration.sampled())
@@ -241,7 +232,8 @@ class Service:
             self._audit("reload", str(self.configuration.path), problem or "ok", after={"sections": sections})
 
     def _audit(self, action: str, target: str, result: str, **more: Any) -> None:
-        self._run(self.authentication.audit.write("this gateway", "operator", action, target, result, **more))
+        writing = self.authentication.audit.write("this gateway", "operator", action, target, result, **more)
+        self._background.start(writing)
 
     def _release(self) -> None:
         self.replicas.releases, shadow = self.releases.current, self.configuration.policy.shadow
@@ -270,7 +262,7 @@ class Service:
         self._release()
         self.tell_workers("rolled_back", name, reason)
         self._audit("release.rollback", name, "ok", reason=reason)
-        self._rollbacks[name] = self._run(self._write_rollback(name, reason))
+        self._rollbacks[name] = self._background.start(self._write_rollback(name, reason))
 
     def _rolled_back_elsewhere(self, name: str, reason: str) -> None:
         """Follow another worker, which records the rollback."""
@@ -312,12 +304,10 @@ class Service:
         return await self.live.drain(timeout_s)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.cancel()
         await self.hooks.close()
         await self.authentication.close()
-        await self.shadow.close()
+        await self.shadow.tasks.cancel()
         await self.samples.close()
         await self.replicas.close()
         await self.overflow.close()
@@ -358,7 +348,7 @@ class Service:
         tenant = context.tenant
         if not self.models.configured:
             return changed(context, model=self.models.find(model, tenant))
-        accepts = self.fallback.accepts(context)
+        accepts = self.overflow.accepting(context)
 
         def ready(candidate: ServedModel) -> bool:
             return self.replicas.serves(candidate.pool) or any(
@@ -374,7 +364,7 @@ class Service:
             raise InvalidArgument("model", f"must be one with replicas for this protocol, got {served.name}")
         else:
             error = Unavailable(f"no upstream of the model {served.name} accepts requests")
-            error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
+            error.retry_after_s = self.overflow.retry_after_s(replace(context, model=served), requests[0], error)
             raise error
         return changed(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
 
@@ -450,7 +440,8 @@ class Service:
 
     async def admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
         """Return the permit of one caller's requests. Raises as ``choices``."""
-        tenant, metrics, began_s = context.tenant, self.metrics, time.monotonic()
+        tenant, accepts = context.tenant, self.overflow.accepting(context)
+        metrics, began_s = self.metrics, time.monotonic()
         metrics.waiting.inc()
         try:
             with self.live.admitting():
@@ -458,7 +449,7 @@ class Service:
                 elsewhere = targets is not None or self.configuration.policy.degradation is not None
                 down = elsewhere and not self.replicas.serves(tenant.pool)
                 more = (down, context.caller, targets, tokens, context.charge())
-                permit = await self.admission.admit(requests, tenant, self.fallback.accepts(context), *more)
+                permit = await self.admission.admit(requests, tenant, accepts, *more)
                 try:
                     self.live.check_not_cut_off()
                 except TridentError:
@@ -503,10 +494,6 @@ class Service:
         """Count and logs a request that was refused before generation."""
         self.metrics.rejected(error)
         request_log.write(context, error, began_s)
-
-    def _overflow_targets(self) -> Sequence[str]:
-        degradation = self.configuration.policy.degradation
-        return degradation.overflow if degradation is not None else ()
 
     def _pool_states(self) -> Iterator[PoolState]:
         for pool in self.replicas.pools:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
+from contract.background import Background
 from gateway.config.configuration import Configuration
 
 _LOG = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: 
     seen: set[signal.Signals] = set()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     on_terminal = has_terminal()
-    reloading: set[asyncio.Task] = set()
+    reloading = Background()
 
     def on_stop(number: signal.Signals) -> None:
         # Ctrl-C reaches workers and their parent, which sends SIGTERM: only the same signal twice means hurry.
@@ -39,9 +40,7 @@ def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: 
             on_stop(signal.SIGHUP)
         elif not closed:
             _LOG.info("SIGHUP: reading %s", configuration.path)
-            task = loop.create_task(configuration.reload())
-            reloading.add(task)
-            task.add_done_callback(reloading.discard)
+            reloading.start(configuration.reload())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, partial(on_stop, number))

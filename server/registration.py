@@ -9,10 +9,11 @@ import asyncio
 import json
 import ssl
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from clients.replica_set import discovery
+from contract.background import Background
 from contract.errors import TridentError
 from server.settings import Settings
 
@@ -47,14 +48,14 @@ class Registration:
         self._gateways: tuple[str, ...] = ()
         self._problems: dict[str, str] = {}  # by gateway, of the latest beat; "" if it was accepted
         self._in_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._keep_resolving())
-        self._spawn(self._keep_beating())
+        self._tasks = Background()
+        self._tasks.start(self._keep_resolving())
+        self._tasks.start(self._keep_beating())
 
     def changed(self) -> None:
         """Tell the gateways at once that the state has changed."""
         for gateway in self._gateways:
-            self._spawn(self._tell(gateway, "PUT"))
+            self._tasks.start(self._tell(gateway, "PUT"))
 
     async def told(self, method: str = "PUT") -> None:
         """Wait until every gateway has been told the state, at most TIMEOUT_S."""
@@ -72,10 +73,7 @@ class Registration:
 
     async def close(self) -> None:
         """End the beats and make the gateways forget the server."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self.told("DELETE")
 
     async def _keep_resolving(self) -> None:
@@ -92,7 +90,7 @@ class Registration:
         while True:
             for gateway in self._gateways:
                 if not self._in_turn[gateway].locked():
-                    self._spawn(self._tell(gateway, "PUT"))
+                    self._tasks.start(self._tell(gateway, "PUT"))
             await asyncio.sleep(BEAT_S if self._gateways else 0.05)
 
     async def _tell(self, gateway: str, method: str) -> None:
@@ -152,8 +150,3 @@ class Registration:
         if problem != before:
             who = f"gateway {gateway}" if gateway else "TRIDENT_REGISTER"
             self._report(f"{who}: {problem or 'accepts the registration'}")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -20,6 +20,7 @@ from clients.replica_set.replica_set import ReplicaSet
 from cluster.scaling.law import Decision, decide
 from cluster.scaling.reader import PREFIXES, Reader
 from contract import prometheus
+from contract.background import Background
 from contract.errors import InvalidArgument
 from gateway.config import pools
 from gateway.config.configuration import Configuration
@@ -66,7 +67,7 @@ class Fleet:
         self.decisions: dict[str, list[tuple[float, Decision, bool]]] = {name: [] for name in scenario.pools}
         self.used_s = dict.fromkeys(scenario.pools, 0.0)
         self._states: dict[str, Any] = {}
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks = Background()
         for name, pool in scenario.pools.items():
             for _ in range(pool.replicas):
                 self._start(name, pool, 0.0)
@@ -102,7 +103,7 @@ class Fleet:
         for _ in range(wanted - len(present)):
             self._start(pool, rules, rules.start_s * self._rng.uniform(1 - rules.start_spread, 1 + rules.start_spread))
         for replica in present[wanted:]:
-            self._keep(asyncio.create_task(self._stop(replica)))
+            self._tasks.start(self._stop(replica))
 
     async def run(self) -> None:
         """Send the beats and count replica-seconds, until cancelled."""
@@ -167,9 +168,7 @@ class Fleet:
                 await asyncio.sleep(fault.for_s)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _hold(self, replica: Replica, fault: Fault, number: int) -> None:
         """Let a replica die or hang until the last of such faults ends."""
@@ -214,10 +213,6 @@ class Fleet:
             registration = replica.registration(self._loop.time())
             for gateway in self.gateways:
                 gateway.replicas.registrations.put(replica.address, registration)
-
-    def _keep(self, task: asyncio.Task) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class _Replicas(Replicas):

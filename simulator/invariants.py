@@ -61,7 +61,6 @@ class Ledger:
         self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
         self._tokens = 0  # of all requests
         self._placed = Counter[tuple[int, str]]()  # requests that hold a place under the caps, by caps and cap
-        self._places: dict[Slot, list[tuple[int, str]]] = {}
         self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
         self._accounts: dict[tuple[object, ...], _Account] = {}  # by store, level, limit and its day or month
         self._held: dict[str, list[tuple[_Account, float]]] = {}  # by reservation: its amounts, until they are settled
@@ -74,7 +73,6 @@ class Ledger:
             gateway.admission._make_slots = partial(self._slots, gateway)
             if isinstance(caps := gateway._concurrency, Concurrency):
                 caps.try_acquire = partial(self._acquired, caps)  # type: ignore[method-assign]
-                caps._give_back = partial(self._given_back, caps)  # type: ignore[method-assign]
             if isinstance(store := gateway.budgets, MemoryStore):
                 store.settle = partial(self._settled, store)  # type: ignore[method-assign]
                 store.try_reserve = partial(self._reserved, store)  # type: ignore[method-assign]
@@ -95,17 +93,19 @@ class Ledger:
         slot = Concurrency.try_acquire(caps, levels, priority, requests, pool)
         mosts = {level.name: level.limits.max_in_flight for level in levels}
         mosts |= {"all": caps.limit, f"class {priority} at {pool}": caps.class_limits.get(priority)}
-        self._places[slot] = [(id(caps), name) for name in mosts]
-        for place, most in zip(self._places[slot], mosts.values(), strict=True):
-            self._placed[place] += requests
-            if most is not None and self._placed[place] > most:
-                self.broken(f"{place[1]} had more requests under way than max_in_flight")
-        return slot
+        for name, most in mosts.items():
+            self._placed[id(caps), name] += requests
+            if most is not None and self._placed[id(caps), name] > most:
+                self.broken(f"{name} had more requests under way than max_in_flight")
+        give_back = slot.give_back
 
-    def _given_back(self, caps: Concurrency, slot: Slot) -> None:
-        Concurrency._give_back(caps, slot)
-        for place in self._places.pop(slot, ()):
-            self._placed[place] -= slot.requests
+        def given_back() -> None:
+            give_back()
+            for name in mosts:
+                self._placed[id(caps), name] -= requests
+
+        slot.give_back = given_back
+        return slot
 
     def _reserved(
         self, store: MemoryStore, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0

@@ -13,7 +13,7 @@ from benchmarks.arrivals import Arrival
 from benchmarks.record import Record
 from contract.errors import InvalidArgument, NotFound, TridentError
 from contract.generation import GenerationRequest, Usage
-from gateway.admission.fair_admission import NOTE
+from gateway.admission.fair_admission import DEGRADED_HEADER
 from gateway.admission.request_class import classified
 from gateway.config.policy import Policy
 from gateway.config.tenant import Tenant
@@ -249,7 +249,7 @@ class People:
                 most = generation.request.max_tokens
                 if most > min(request.max_tokens, (rules and rules.max_tokens) or request.max_tokens):
                     ledger.broken("an answer had more tokens than its caller or its class allows")
-                if most < request.max_tokens and NOTE not in choices.headers:
+                if most < request.max_tokens and DEGRADED_HEADER not in choices.headers:
                     ledger.broken("an answer was made shorter and its caller was not told")
                 if (record.finish_reason == "length") != (prompt.answer >= most):
                     ledger.broken("an answer ended for another reason than the engine's")

@@ -164,7 +164,7 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
         if answers:
             await asyncio.wait(answers, timeout=gateways[0].settings.request_timeout_s + rules.longest_wait_s)
     for gateway in gateways:
-        await gateway.shadow.close()  # copies may take longer than any request
+        await gateway.shadow.tasks.cancel()  # copies may take longer than any request
     await asyncio.sleep(1.0)  # the last settlements
     ledger.check_end(gateways, replicas.hosts.values())
     for one in people.values():

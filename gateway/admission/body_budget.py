@@ -11,10 +11,8 @@ TENANT_SHARE = 0.5  # of the whole, so that one tenant's slow uploads do not ref
 
 
 class BodyBudget:
-    """Bytes held by all requests under way.
-
-    most_bytes: of all. most_each: bytes of one body, which always fits into a tenant's share.
-    """
+    """Bytes held by all requests under way, at most ``most_bytes``. most_each: of one body, which always fits into a
+    tenant's share."""
 
     def __init__(self, most_bytes: int, most_each: int) -> None:
         self._most = most_bytes
@@ -30,13 +28,11 @@ class BodyBudget:
         """Raises Overloaded if there is no room; then nothing is taken."""
         if self.held + size > self._most:
             problem = f"request bodies in flight take all of the {self._most} bytes allowed together"
-        elif self._of_tenant[tenant] + size > most_of_tenant:
+        elif self._of_tenant.get(tenant, 0) + size > most_of_tenant:
             problem = f"request bodies of this tenant take all of the {most_of_tenant} bytes allowed for one"
         else:
-            self.held += size
-            self._of_tenant[tenant] += size
+            self.give_back(tenant, -size)
             return
-        self._forget_if_none(tenant)
         error = Overloaded(f"{problem}; send fewer or smaller requests at once", RETRY_AFTER_S)
         error.reason = "bodies"
         raise error
@@ -44,9 +40,6 @@ class BodyBudget:
     def give_back(self, tenant: str, size: int) -> None:
         self.held -= size
         self._of_tenant[tenant] -= size
-        self._forget_if_none(tenant)
-
-    def _forget_if_none(self, tenant: str) -> None:
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
 

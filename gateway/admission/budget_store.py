@@ -1,8 +1,6 @@
 """Where the buckets are: in this process, or in Redis or Valkey for many gateways.
 
-Both answer ``await reserve(levels, tokens)`` atomically on all levels or none, and ``settle(reservation, used)`` at
-once: it never blocks, and the second call for a reservation changes nothing. Days and months outlive a restart, in
-Redis or in the usage database: a reservation is there before its request begins.
+Days and months outlive a restart, in Redis or in the usage database: a reservation is there before its request begins.
 """
 
 from __future__ import annotations
@@ -14,13 +12,14 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from contract import failpoint
+from contract.background import Background
 from contract.errors import Unavailable
 from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands
-from gateway.config.tenant import Level
+from gateway.config.tenant import Levels
 from gateway.usage.store import UsageStore
 from gateway.usage.writer import Writer
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
 
+Clock = Callable[[], float]
 # Longer than any request takes, queueing included; the caller passes the real bound.
 LEASE_S = 900.0
 _PURGE_EVERY = 1024  # reservations between two removals of idle buckets
@@ -41,31 +41,24 @@ _log = logging.getLogger(__name__)
 class BudgetStore(Protocol):
     """Reserve, then settle."""
 
-    async def reserve(
-        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
-    ) -> Reservation:
+    async def reserve(self, levels: Levels, tokens: int, least: int | None = None, micros: int = 0) -> Reservation:
         """Reserve on every level, or on none. least, micros: as in ``budgets.demands``. Raises InvalidArgument if the
         least could never fit, and Unavailable if the reservation cannot be written."""
 
     def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
-        """Charge ``used`` tokens, and what they cost, and return the rest of the reservation."""
+        """Charge ``used`` tokens, and what they cost, and return the rest of the reservation: never blocks, and only
+        once."""
 
     async def aclose(self) -> None:
         """Write all settlements."""
 
 
 class MemoryStore:
-    """Buckets of this process. ``clock``: seconds that never go back. wall: Unix time.
-
-    database: keeps days and months. Of two gateways with the same one the second raises InvalidArgument.
-    """
+    """Buckets of this process. ``clock``: seconds that never go back. wall: Unix time. database: keeps days and months;
+    of two gateways with the same one the second raises InvalidArgument."""
 
     def __init__(
-        self,
-        clock: Callable[[], float],
-        lease_s: float = LEASE_S,
-        database: UsageStore | None = None,
-        wall: Callable[[], float] = time.time,
+        self, clock: Clock, lease_s: float = LEASE_S, database: UsageStore | None = None, wall: Clock = time.time
     ) -> None:
         self._clock, self._wall = clock, wall
         self._lease_s = lease_s
@@ -78,12 +71,7 @@ class MemoryStore:
             self._saved = database.budgets()
             self._writer = Writer(self._rows, database.put_budgets)
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    async def reserve(
-        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
-    ) -> Reservation:
+    async def reserve(self, levels: Levels, tokens: int, least: int | None = None, micros: int = 0) -> Reservation:
         reservation = self.try_reserve(levels, tokens, least, micros)
         if self._writer is not None and any(standing.demand.left_s for standing in reservation.standings):
             try:
@@ -93,9 +81,7 @@ class MemoryStore:
                 raise
         return reservation
 
-    def try_reserve(
-        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
-    ) -> Reservation:
+    def try_reserve(self, levels: Levels, tokens: int, least: int | None = None, micros: int = 0) -> Reservation:
         now_s, at_s = self._clock(), self._wall()
         required = demands(levels, tokens, least, micros, at_s)
         self._forget_idle(now_s)
@@ -237,30 +223,21 @@ def connect(url: str, timeout_s: float = 2.0) -> Redis:
 
 
 class RedisStore:
-    """Buckets that many gateways share. One script call, so that Redis runs it as a whole.
-
-    ``clock`` None: the server's own, the only one that all gateways agree on. Settlements are written in background
-    tasks; one that cannot be written is tried again until its lease expires: then all of it counts as used.
-    """
+    """Buckets that many gateways share: one script call, which Redis runs as a whole. A settlement that cannot be
+    written is tried again until its lease expires: then all of it counts as used. clock: by default the server's."""
 
     def __init__(
-        self,
-        redis: Redis,
-        clock: Callable[[], float] | None = None,
-        lease_s: float = LEASE_S,
-        wall: Callable[[], float] = time.time,
+        self, redis: Redis, clock: Clock | None = None, lease_s: float = LEASE_S, wall: Clock = time.time
     ) -> None:
         self._run = redis.register_script(_SCRIPT)
         self._clock, self._wall = clock, wall
         self._lease_s = lease_s
-        self._writing: set[asyncio.Task[None]] = set()
+        self._writing = Background()
         self._stopping = asyncio.Event()
         self._away_until_s = 0.0  # 0: the latest call was answered
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
-    async def reserve(
-        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
-    ) -> Reservation:
+    async def reserve(self, levels: Levels, tokens: int, least: int | None = None, micros: int = 0) -> Reservation:
         """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError
         from redis.exceptions import TimeoutError as NotAnswered
@@ -279,14 +256,14 @@ class RedisStore:
             # Shielded: on cancellation it is unknown whether the reservation was made.
             granted, *balances = await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._in_background(self._undo(call, pending))
+            self._writing.start(self._undo(call, pending))
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
             if isinstance(exc, NotAnswered):
                 self._away_until_s = time.monotonic() + _AWAY_S
             if _may_run(exc):
-                self._in_background(self._undo(call, pending))
+                self._writing.start(self._undo(call, pending))
             raise Unavailable("the budget store does not answer", 1.0) from exc
         standings = tuple(Standing(demand, float(left)) for demand, left in zip(required, balances, strict=True))
         if granted == 1 and any(demand.held for demand in required):
@@ -296,22 +273,15 @@ class RedisStore:
     def settle(self, reservation: Reservation, used: int, micros: int = 0) -> None:
         if reservation.id in self._unsettled:
             self._unsettled.remove(reservation.id)
-            self._in_background(self._settle(reservation, used, micros))
+            self._writing.start(self._settle(reservation, used, micros))
 
     async def settle_for_other(self, reservation: Reservation, used: int, micros: int) -> None:
         """Settle the reservation of a gateway that is gone; return when it is written, or Redis is away."""
-        await asyncio.wait((self._in_background(self._settle(reservation, used, micros)),), timeout=_AWAY_S)
+        await asyncio.wait((self._writing.start(self._settle(reservation, used, micros)),), timeout=_AWAY_S)
 
     async def aclose(self) -> None:
         self._stopping.set()
-        while self._writing:
-            await asyncio.gather(*self._writing, return_exceptions=True)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
-        return task
+        await self._writing.done()
 
     async def _undo(self, call: asyncio.Future, pending: Reservation) -> None:
         await asyncio.wait((call,))  # settling a reservation that was not made does nothing

@@ -1,12 +1,11 @@
 """Budgets on every level from the organisation down to the key: tokens and requests per minute, tokens and money of a
-day or a month. No clock, no I/O.
+day or a month.
 
 A budget is a token bucket. It is reserved before the work and settled after it, and what is reserved stays in the
-bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time, and whether
-a token is counted when it was reserved, generated or settled, no more than ``capacity + rate * span`` are spent, and
-what prompts that run had in tokens beyond their estimate: that is charged when they are settled, below 0 if need be. A
-bucket that forgot its reservations would refill while they run and then take their refund on top, which doubles it.
-The cost: large reservations that are hardly used slow the refilling; a larger burst compensates for it.
+bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time no more than
+``capacity + rate * span`` are spent, and what prompts that run had in tokens beyond their estimate: that is charged
+when they are settled, below 0 if need be. A bucket that forgot its reservations would refill while they run and then
+take their refund on top. The cost: large reservations that are hardly used slow the refilling.
 
 A day or a month is a bucket of its own that never refills: a request is charged to the one in which it was reserved,
 whenever it ends.
@@ -15,12 +14,11 @@ whenever it ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument
 from gateway.config.calendar import period_at
-from gateway.config.tenant import Level
+from gateway.config.tenant import Level, Levels
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,13 @@ class Demand:
 
 
 def demands(
-    levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0, at_s: float = 0.0
+    levels: Levels, tokens: int, least: int | None = None, micros: int = 0, at_s: float = 0.0
 ) -> tuple[Demand, ...]:
-    """Return what a request that may use ``tokens`` needs of each bucket of ``levels``; of a smaller bucket, all.
+    """Return what a request that may use ``tokens`` needs of each bucket of ``levels``; of a smaller bucket, all. The
+    request itself is spent at once and stays spent, also if it is cancelled.
 
     micros: what it may cost, in millionths of the currency. at_s: Unix time, for days and months.
-
-    The request itself is spent at once and stays spent, also if it is cancelled. Raises
-    InvalidArgument if it could never fit, as it may use no less than ``least``: ``tokens`` if left out, where they are
-    no estimate.
+    Raises InvalidArgument if it could never fit, as it may use no less than ``least``: by default ``tokens``.
     """
     least = tokens if least is None else least
     required = []
@@ -122,11 +118,6 @@ class Standing:
             return self.demand.left_s if self.short else 0.0
         return self.short / self.demand.rate_per_s
 
-    @property
-    def reset_s(self) -> float:
-        """Until the bucket is full again."""
-        return max(0.0, self.demand.capacity - self.balance) / self.demand.rate_per_s
-
 
 @dataclass(frozen=True)
 class Reservation:
@@ -149,19 +140,18 @@ class Reservation:
             standings = [standing for standing in self.standings if standing.demand.unit == unit]
             if standings:
                 tightest = min(standings, key=lambda standing: standing.balance)
-                values[f"x-ratelimit-limit-{unit}"] = f"{tightest.demand.capacity:.0f}"
-                values[f"x-ratelimit-remaining-{unit}"] = str(max(0, math.floor(tightest.balance)))
-                values[f"x-ratelimit-reset-{unit}"] = f"{math.ceil(tightest.reset_s * 1000)}ms"
+                demand, balance = tightest.demand, tightest.balance
+                full_s = max(0.0, demand.capacity - balance) / demand.rate_per_s
+                values[f"x-ratelimit-limit-{unit}"] = f"{demand.capacity:.0f}"
+                values[f"x-ratelimit-remaining-{unit}"] = str(max(0, math.floor(balance)))
+                values[f"x-ratelimit-reset-{unit}"] = f"{math.ceil(full_s * 1000)}ms"
         return values
 
 
 @dataclass
 class Bucket:
-    """One bucket in memory. ``leases``: reserved amounts by reservation, with the time each is given up, which
-    rises from one to the next. ``held`` is their sum. ``ends_s``: of its day or month; 0 for none.
-
-    A reservation whose gateway died is never settled. After its lease it counts as used whole: the safe side.
-    """
+    """One bucket in memory. leases: reserved amounts by reservation, with the time each is given up, which rises from
+    one to the next: then it counts as used whole. held: their sum. ends_s: of its day or month; 0 for none."""
 
     capacity: float
     balance: float

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from contract.generation import Usage
 from gateway.config.policy import ModelPrice
-from gateway.config.tenant import Level
+from gateway.config.tenant import Levels
 from gateway.usage.store import UsageRecord
 
 
 @dataclass(frozen=True)
 class Charge:
     """request_id: as callers and logs have it. model: that serves it, with the adapter. endpoint: one of Operation.
-
-    price: at arrival; None: it costs nothing. source: ``engine``, or where a reused answer comes from.
-    """
+    price: at arrival; None: it costs nothing. source: ``engine``, or where a reused answer comes from."""
 
     request_id: str = ""
     model: str = ""
@@ -33,7 +30,7 @@ class Charge:
         uncached, cached = (Usage(prompt_tokens, output_tokens, part) for part in (0, prompt_tokens))
         return max(self.micros(uncached), self.micros(cached))
 
-    def record(self, at_s: float, levels: Sequence[Level], usage: Usage | None) -> UsageRecord:
+    def record(self, at_s: float, levels: Levels, usage: Usage | None) -> UsageRecord:
         """Return the ledger's record. Cached tokens are told where they have a price of their own: of others, they
         would tell a tenant about the prompts of another for nothing."""
         used = usage or Usage(0, 0)

@@ -1,59 +1,47 @@
-"""How many requests may be under way: one hard cap, caps by class, caps of every level. Taken at once or refused.
+"""How many requests may be under way: one hard cap, caps by class, caps of every level.
 
-A request over a cap is refused at once and never waits. A part of the hard cap is kept for every pool, so that many
-requests at one pool do not block the others; caps of classes apply to each pool.
+A request over a cap is refused at once. A part of the hard cap is kept for every pool, so that one does not block the
+others; caps of classes apply to each pool.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.config.tenant import Level
-
-
-class Held(Protocol):
-    """A place under the caps."""
-
-    def release(self) -> None:
-        """Give it back; further calls do nothing."""
-
-
-class Caps(Protocol):
-    """Caps as admission needs them; see Concurrency."""
-
-    class_limits: Mapping[int, int]
-    pools: Collection[str]
-
-    def fullness(self, pool: str) -> float: ...
-    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Held: ...
+from gateway.config.tenant import Levels
 
 
 @dataclass(eq=False)
 class Slot:
-    """Requests counted under the caps. ``release`` subtracts them; further calls do nothing."""
+    """A place under the caps. ``release`` gives it back; further calls do nothing."""
 
-    caps: Concurrency
-    counted: tuple[str, ...]
-    pool: str
-    requests: int = 1
+    give_back: Callable[[], None]
     taken: bool = True
 
     def release(self) -> None:
         if self.taken:
             self.taken = False
-            self.caps._give_back(self)
+            self.give_back()
+
+
+class Caps(Protocol):
+    """Caps as admission needs them; see Concurrency."""
+
+    def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None: ...
+    def fullness(self, pool: str) -> float: ...
+    async def acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot: ...
 
 
 @dataclass(eq=False)
 class Concurrency:
     """The caps of one gateway.
 
-    limit: all requests, waiting ones included.
-    class_limits: requests of a priority class at each pool; a class without an entry is unlimited.
+    limit: all requests, waiting ones included. class_limits: of a priority class at each pool.
     pools: all pools; with several, each has a guaranteed part of the limit.
     """
 
@@ -66,18 +54,19 @@ class Concurrency:
         self._of_pool: defaultdict[str, int] = defaultdict(int)
         self.in_flight = 0
 
+    def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None:
+        self.class_limits, self.pools = class_limits, pools
+
     def fullness(self, pool: str) -> float:
         """Return the part that is taken of what the pool may have now: 0 is empty, 1 is full."""
         return self._of_pool.get(pool, 0) / max(1, self._most(pool))
 
-    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
+    async def acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot:
         return self.try_acquire(levels, priority, requests, pool)
 
-    def try_acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
-        """Count ``requests`` under every cap or under none.
-
-        Raises: Overloaded that names the cap; InvalidArgument if the cap is smaller than ``requests``.
-        """
+    def try_acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot:
+        """Count ``requests`` under every cap or under none. Raises: Overloaded that names the cap; InvalidArgument if
+        the cap is smaller than ``requests``."""
         if self._of_pool.get(pool, 0) + requests > self._most(pool):
             kept = self._kept * sum(other != pool for other in self.pools)
             _check_possible("the gateway", self.limit - kept, requests)
@@ -87,11 +76,8 @@ class Concurrency:
             if limit is not None and self._counts.get(name, 0) + requests > limit:
                 _check_possible(holder(name), limit, requests)
                 raise Overloaded(f"{holder(name)} has {self._counts[name]} requests under way and may have {limit}")
-        self.in_flight += requests
-        self._of_pool[pool] += requests
-        for name in found:
-            self._counts[name] += requests
-        return Slot(self, tuple(found), pool, requests)
+        self._add(found, pool, requests)
+        return Slot(partial(self._add, found, pool, -requests))
 
     @property
     def _kept(self) -> int:
@@ -101,20 +87,18 @@ class Concurrency:
     def _most(self, pool: str) -> int:
         """Return how many requests the pool may have with those that the other pools have now."""
         left = self.limit - self.in_flight + self._of_pool.get(pool, 0)
-        if len(self.pools) < 2:
-            return left
         kept = self._kept
         return left - sum(max(0, kept - self._of_pool.get(other, 0)) for other in self.pools if other != pool)
 
-    def _give_back(self, slot: Slot) -> None:
-        self.in_flight -= slot.requests
-        for counts, name in ((self._of_pool, slot.pool), *((self._counts, name) for name in slot.counted)):
-            counts[name] -= slot.requests
+    def _add(self, names: Collection[str], pool: str, requests: int) -> None:
+        self.in_flight += requests
+        for counts, name in ((self._of_pool, pool), *((self._counts, name) for name in names)):
+            counts[name] += requests
             if not counts[name]:  # tenants come and go; their names must not stay
                 del counts[name]
 
 
-def caps(levels: Sequence[Level], priority: int, pool: str, of_class: Mapping[int, int]) -> dict[str, int | None]:
+def caps(levels: Levels, priority: int, pool: str, of_class: Mapping[int, int]) -> dict[str, int | None]:
     """Return the caps of a request by name: of its class at the pool and of its levels; None is unlimited."""
     found = {f"class {priority}\0{pool}": of_class.get(priority)}
     return found | {f"level {level.name}": level.limits.max_in_flight for level in levels}

@@ -10,64 +10,88 @@ together or not at all, but each gets its slot by itself and releases it when it
 
 The order: choose the pool → shorten under pressure → cap → room in the pool's queue → reserve the budget → wait for a
 slot of the pool → Permit. Every pool has its own slots, queue and pressure; a busy pool does not delay another one.
-``_Ticket.close`` releases everything that a request took, once.
+Under pressure first ``max_tokens`` is capped, then requests overflow, then they are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol, TypeVar
 
 from contract.errors import DeadlineExceeded, Overloaded, TridentError, Unavailable
-from contract.generation import GenerationRequest, Usage
-from gateway.admission import retry_after
+from contract.generation import GenerationRequest, Usage, changed
 from gateway.admission.budget_store import BudgetStore
 from gateway.admission.budgets import Demand, Reservation, Standing
 from gateway.admission.charge import FREE, Charge
-from gateway.admission.concurrency import Caps, Held
-from gateway.admission.degradation import Stage, degraded, overflow_note, shortened, stage_at
-from gateway.admission.fair_queue import Entry, FairQueue
-from gateway.admission.pool_slots import Claim, PoolSlots
+from gateway.admission.concurrency import Caps, Slot
+from gateway.admission.fair_queue import Entry
+from gateway.admission.pool_slots import Claim, PoolSlots, retry_after_s
 from gateway.admission.prompt_tokens import PromptCount, PromptTokens
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Tenant, applying
 from gateway.usage.store import UsageRecord
 
-_Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
+_Error = TypeVar("_Error", Overloaded, DeadlineExceeded)
 _REASONS: dict[type[TridentError], str] = {Overloaded: "queue", DeadlineExceeded: "deadline"}
 Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
-
-NOTE = "x-trident-degraded"
+DEGRADED_HEADER = "x-trident-degraded"
 HELD = "x-trident-held"  # seconds that the request may wait for a replica of a pool that has none
 _NO_PRESSURE = DegradationRules(shorter_at=10, overflow_at=10, refuse_at=10)
 
 
+class Stage(str, Enum):
+    """Stages in order of severity."""
+
+    NONE = "none"
+    SHORTER = "max_tokens"
+    OVERFLOW = "overflow"
+    REFUSE = "refuse"
+
+
+def stage_at(pressure: float, rules: DegradationRules) -> Stage:
+    """Return the stage of a pressure; 1 is full. Without overflow targets the stage before OVERFLOW continues."""
+    if pressure >= rules.refuse_at:
+        return Stage.REFUSE
+    if pressure >= rules.overflow_at and rules.overflow:
+        return Stage.OVERFLOW
+    return Stage.SHORTER if pressure >= rules.shorter_at else Stage.NONE
+
+
+def shortened(request: GenerationRequest, most: int) -> GenerationRequest:
+    """Return ``request`` with ``max_tokens`` of at most ``most``, or of what it continues if that is more."""
+    most = max(most, len(request.continue_ids))
+    return request if request.max_tokens <= most else changed(request, max_tokens=most)
+
+
+def degraded(request: GenerationRequest, rules: DegradationRules) -> GenerationRequest:
+    """Return ``request`` as it is served in the stage SHORTER: a continued stream keeps the limit it began with, and
+    ``min_tokens`` can be reached."""
+    return request if request.continue_ids else shortened(request, max(rules.max_tokens, request.sampling.min_tokens))
+
+
 class Pools(Protocol):
-    """The pools of replicas, as admission needs them."""
+    """The pools of replicas, as admission needs them; see ``routing.replicas.Replicas``."""
 
-    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-        """Return the pool of a request: ``pinned``, or one drawn by weight among those that can serve; not ``without``,
-        if there is another."""
-
-    def capacity(self, pool: str) -> Capacity:
-        """Return what its replicas can run now."""
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str: ...
+    def capacity(self, pool: str) -> Capacity: ...
+    def prompt_weight(self) -> float: ...
 
 
 class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
     clock: monotonic seconds, the clock of an in-memory budget store.
-    pools: draws pools and reports their capacity.
     target_pool: returns the pool of an overflow target; "" for an upstream.
-    prompt_weight: work of a prompt token in tokens of decoding.
     make_slots: makes the slots of a pool, which the workers of one gateway share.
     rejected, degraded: requests refused by reason, degraded by stage. on_refusal: called with the pool and the reason.
     """
@@ -84,18 +108,16 @@ class FairAdmission:
         degradation: DegradationRules | None = None,
         prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
-        prompt_weight: Callable[[], float] = lambda: 1.0,
         make_slots: Callable[..., PoolSlots] = PoolSlots,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
-        self.pools = pools
-        self.target_pool = target_pool
+        self.pools, self.target_pool = pools, target_pool
         self._rules, self._degradation = rules or AdmissionRules(), degradation
         self.prompt_tokens = prompt_tokens or PromptTokens()
-        self._rng, self.prompt_weight = rng or random.Random(), prompt_weight
+        self._rng = rng or random.Random()
         self._slots: dict[str, PoolSlots] = {}
         self._make_slots = make_slots
-        self._tickets: set[_Ticket] = set()  # that have queued for a slot and are open
+        self._permits: set[Permit] = set()  # that have queued for a slot and are open
         self.stopping = False
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
@@ -119,7 +141,6 @@ class FairAdmission:
         found = self._slots.get(pool)
         if found is None:
             found = self._slots[pool] = self._make_slots(
-                FairQueue(self._rules),
                 self._clock,
                 lambda: self.pools.capacity(pool),
                 self._rules,
@@ -130,14 +151,12 @@ class FairAdmission:
             )
         return found
 
-    def change(self, rules: AdmissionRules, degradation: DegradationRules | None) -> None:
-        """Apply new rules to later decisions. Requests that run or wait stay."""
+    def change(self, rules: AdmissionRules, degradation: DegradationRules | None, pools: tuple[str, ...] = ()) -> None:
+        """Apply new rules to later decisions. Requests that run or wait stay. pools: all there are, for the caps."""
         self._rules, self._degradation = rules, degradation
-        self._concurrency.class_limits = rules.max_in_flight_of_class
+        self._concurrency.change(rules.max_in_flight_of_class, pools)
         for slots in self._slots.values():
-            slots.rules = rules
-            slots.queue.rules = rules
-            slots.dispatch()
+            slots.change(rules)
 
     def check(self, now_s: float) -> None:
         """Dispatch waiting requests: no event reports that a replica was added or that another gateway left one."""
@@ -150,12 +169,10 @@ class FairAdmission:
     def end_held(self) -> None:
         """End what waits for a replica of a pool that has none, now and from now on: the gateway stops sooner."""
         self.stopping = True
-        for ticket in tuple(self._tickets):
-            for claim in ticket.claims:
-                if claim.pool.capacity.hold_s:
-                    claim.fail(
-                        Unavailable("the gateway is stopping and the pool has no replica; retry at another", 1.0)
-                    )
+        for claim in [claim for permit in self._permits for claim in permit.claims]:
+            if claim.pool.capacity.hold_s:
+                problem = "the gateway is stopping and the pool has no replica; retry at another"
+                claim.fail(Unavailable(problem, 1.0))
 
     def pressure(self, tenant: Tenant, pool: str = "") -> float:
         """Return the fullness of the tenant's fullest bound at the pool: 0 is empty, 1 is full."""
@@ -163,8 +180,8 @@ class FairAdmission:
         return max(
             self._concurrency.fullness(pool),
             self.pools.capacity(pool).kv_usage,
-            queue.depth(tenant.priority) / queue.rules.max_waiting_per_class,
-            queue.waiting_of(tenant.name) / queue.rules.max_waiting_per_tenant,
+            queue.by_class.get(tenant.priority, 0) / queue.rules.max_waiting_per_class,
+            queue.by_tenant.get(tenant.name, 0) / queue.rules.max_waiting_per_tenant,
         )
 
     async def admit(
@@ -182,14 +199,10 @@ class FairAdmission:
 
         accepts: whether an overflow target accepts requests; if none does, ``max_tokens`` is capped instead.
         down: the tenant's pool has no ready replica; an overflow target serves the requests at any pressure.
-        session: conversation id; a session stays in one pool.
-        targets: the overflow targets, in order; None for those of the rules.
+        session: conversation id; a session stays in one pool. targets: for overflow, in order; None for the rules'.
         prompt_tokens: counts the prompts; None for the gateway's own.
-        charge: what they are charged by.
-
         Raises: Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, cap, queue or budget full),
-        DeadlineExceeded (timed out in the queue), InvalidArgument (never fits a budget or cap), Unavailable (the
-        budget store does not answer).
+        DeadlineExceeded (in the queue), InvalidArgument (never fits a budget or cap), Unavailable (no budget store).
         """
         pool = self.pools.draw(tenant.pool, session)
         capped, headers = self._capped(tuple(requests), tenant)
@@ -197,67 +210,50 @@ class FairAdmission:
         headers |= more
         if target:
             pool = self.target_pool(target)
-        ticket = _Ticket(self, tenant, session, self._clock(), requests, charge=charge)
-        ticket.slot = await self._acquire(tenant, len(requests), pool)
-        try:
+        permit = Permit(self, tenant, self._clock(), charge, requests, headers, target, session)
+        async with self._placed(permit, len(requests), pool):
             if pool or not target:
                 self._check_room(tenant, pool)
             need = await (prompt_tokens or self.prompt_tokens).need(requests, tenant.name)
-            ticket.tokens = need.tokens
+            permit.tokens, permit.counts = need.tokens, need.counts
             output_tokens = sum([request.max_tokens for request in requests])
-            headers |= await self._reserve(ticket, need.tokens, need.least, output_tokens, pool)
+            await self._reserve(permit, need.tokens, need.least, output_tokens, pool)
             if pool or not target:  # an upstream has its own capacity, and no slot here is used
-                claim = ticket.claim(pool, ticket.tokens, len(requests))
+                claim = permit.claim(pool, permit.tokens, len(requests))
                 drawn = not target and pool != tenant.pool
-                turns = tuple([Turn(ticket, pool, claim, number, drawn) for number in range(len(requests))])
+                permit.turns = tuple([Turn(permit, pool, claim, number, drawn) for number in range(len(requests))])
                 if claim.hold_s:  # the response may begin, so that its caller is told
                     headers[HELD] = f"{claim.hold_s:g}"
                 else:
                     await claim.turn(0)
             else:
-                turns = tuple(Turn(ticket) for _ in requests)
-        except BaseException:
-            ticket.close(0)
-            raise
-        return Permit(ticket.requests, headers, target, turns, ticket, need.counts)
+                permit.turns = tuple(Turn(permit) for _ in requests)
+        return permit
 
     async def admit_input(
         self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float, charge: Charge = FREE
     ) -> Permit:
-        """Return the permit for an input that is only read, by an encoder of ``pool``, when it has a slot.
-
-        tokens, least: of the input, as estimated and in any case.
-        Raises: as ``admit``. An encoder has no overflow target and no shorter answer: under pressure it refuses.
-        """
+        """Return the permit for an input that is only read, by an encoder of ``pool``, when it has a slot. tokens,
+        least: as estimated and in any case. Raises: as ``admit``; under pressure there is only refusal."""
         rules = self._degradation
         if rules is not None and self.pressure(tenant, pool) >= rules.refuse_at:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         work = GenerationRequest(text_input="", max_tokens=max(1, tokens), timeout_s=timeout_s)
-        ticket = _Ticket(self, tenant, "", self._clock(), (work,), tokens, charge=charge)
-        ticket.slot = await self._acquire(tenant, 1, pool)
-        try:
+        permit = Permit(self, tenant, self._clock(), charge, (work,), tokens=tokens)
+        async with self._placed(permit, 1, pool):
             self._check_room(tenant, pool)
-            headers = await self._reserve(ticket, tokens, least, 0, pool)
-            claim = ticket.claim(pool, tokens, 1)
+            await self._reserve(permit, tokens, least, 0, pool)
+            claim = permit.claim(pool, tokens, 1)
+            permit.turns = (Turn(permit, pool, claim),)
             await claim.turn(0)
-        except BaseException:
-            ticket.close(0)
-            raise
-        return Permit(ticket.requests, headers, "", (Turn(ticket, pool, claim),), ticket)
+        return permit
 
     async def admit_reader(self, tenant: Tenant, charge: Charge = FREE) -> Permit:
-        """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
-
-        Raises: as ``admit``.
-        """
-        ticket = _Ticket(self, tenant, "", self._clock(), charge=charge)
-        ticket.slot = await self._acquire(tenant, 1, tenant.pool)
-        try:
-            headers = await self._reserve(ticket, 0, 0, 0, tenant.pool)
-        except BaseException:
-            ticket.close(0)
-            raise
-        return Permit((), headers, "", (), ticket)
+        """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot."""
+        permit = Permit(self, tenant, self._clock(), charge)
+        async with self._placed(permit, 1, tenant.pool):
+            await self._reserve(permit, 0, 0, 0, tenant.pool)
+        return permit
 
     def _degraded(
         self,
@@ -283,7 +279,7 @@ class FairAdmission:
             target = next((name for name in names if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
         served = tuple([degraded(each, rules) for each in requests]) if stage is Stage.SHORTER else requests
-        headers = {NOTE: overflow_note(target)} if target else _shorter_note(requests, served)
+        headers = {DEGRADED_HEADER: f"overflow={target}"} if target else _shorter_note(requests, served)
         if headers:
             self.degraded[stage.value] += 1
         return served, target, headers
@@ -303,11 +299,19 @@ class FairAdmission:
         pool = self.target_pool(target)
         return not pool or self.slots(pool).is_short_wait(tenant.name, _longest(requests))
 
-    async def _acquire(self, tenant: Tenant, slots: int, pool: str) -> Held:
+    @contextlib.asynccontextmanager
+    async def _placed(self, permit: Permit, requests: int, pool: str) -> AsyncIterator[None]:
+        """Take a place under the caps; on an error give back all that the permit holds."""
+        tenant = permit.tenant
         try:
-            return await self._concurrency.acquire(tenant.levels, tenant.priority, slots, pool)
+            permit.slot = await self._concurrency.acquire(tenant.levels, tenant.priority, requests, pool)
         except Overloaded as exc:
             raise self._refusal("concurrency", exc, pool) from None
+        try:
+            yield
+        except BaseException:
+            permit.close(0)
+            raise
 
     def _check_room(self, tenant: Tenant, pool: str) -> None:
         try:
@@ -315,49 +319,43 @@ class FairAdmission:
         except Overloaded as exc:
             raise self._refusal("queue", exc, pool) from None
 
-    async def _reserve(self, ticket: _Ticket, tokens: int, least: int, output_tokens: int, pool: str) -> dict[str, str]:
-        """Reserve on every level of the ticket; return the response's headers."""
-        charge = ticket.charge
-        ticket.reserved_s = time.time()
-        levels = applying(ticket.tenant.levels, charge.model, charge.endpoint)
+    async def _reserve(self, permit: Permit, tokens: int, least: int, output_tokens: int, pool: str) -> None:
+        """Reserve on every level of the permit; add the response's headers."""
+        charge = permit.charge
+        permit.reserved_s = time.time()
+        levels = applying(permit.tenant.levels, charge.model, charge.endpoint)
         if not levels:
-            return {}
+            return
         if not tokens:  # what nothing is generated for costs a request
             levels = tuple(
                 replace(level, limits=replace(level.limits, tokens_per_minute=None, quotas=())) for level in levels
             )
         micros = charge.most_micros(tokens - output_tokens, output_tokens)
-        ticket.reservation = reservation = await self._budgets.reserve(levels, tokens, least, micros)
+        permit.reservation = reservation = await self._budgets.reserve(levels, tokens, least, micros)
         short = reservation.refused_by
         if short is None:
-            return reservation.headers | dict(self.on_reserved(reservation.standings))
-        if short.demand.left_s:
-            left_of_it, amount = (_amount(value, short.demand) for value in (short.balance, short.demand.amount))
-            problem = f"{short.demand.level} has {left_of_it} left of {short.demand.limit}"
-            error = Overloaded(f"{problem} and the request may need {amount}")
-            raise self._refusal("quota", error, pool, short.demand.left_s, reservation.headers)
-        left = max(0, math.floor(short.balance))
-        unit, level = short.demand.unit, short.demand.level
-        error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
+            permit.headers |= reservation.headers | dict(self.on_reserved(reservation.standings))
+            return
+        demand, left = short.demand, max(0, math.floor(short.balance))
+        if demand.left_s:
+            problem = f"{demand.level} has {_amount(short.balance, demand)} left of {demand.limit}"
+            error = Overloaded(f"{problem} and the request may need {_amount(demand.amount, demand)}")
+            raise self._refusal("quota", error, pool, demand.left_s, reservation.headers)
+        error = Overloaded(f"{demand.level} has {left} {demand.unit} left and the request may need {demand.amount:.0f}")
         # Only the bucket's refill brings its tokens back, so its rate counts and not the queue's.
-        wait_s = retry_after.retry_after_s(short.short, short.demand.rate_per_s, self._rng, most_s=3600.0)
+        wait_s = retry_after_s(short.short, demand.rate_per_s, self._rng, most_s=3600.0)
         raise self._refusal("budget", error, pool, wait_s, reservation.headers)
 
     def _refusal(
-        self,
-        reason: str,
-        error: _Refusal,
-        pool: str,
-        wait_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> _Refusal:
+        self, reason: str, error: _Error, pool: str, wait_s: float | None = None, headers: dict[str, str] | None = None
+    ) -> _Error:
         """Count the refusal and return ``error`` with its reason and retry-after."""
         self.rejected[reason] += 1
         self.on_refusal(pool, reason)
         if wait_s is None:
             wait_s = self.slots(pool).retry_after_s(self._rng)
         error.reason, error.retry_after_s = reason, wait_s
-        error.headers = {**(headers or {}), **retry_after.headers(wait_s)}
+        error.headers = headers or {}
         return error
 
 
@@ -368,7 +366,7 @@ def _amount(value: float, demand: Demand) -> str:
 def _shorter_note(before: Sequence[GenerationRequest], after: Sequence[GenerationRequest]) -> dict[str, str]:
     """Return the response header that names a lower ``max_tokens``; none if there is none."""
     lower = [new.max_tokens for old, new in zip(before, after, strict=True) if new is not old]
-    return {NOTE: f"max_tokens={lower[0]}"} if lower else {}
+    return {DEGRADED_HEADER: f"max_tokens={lower[0]}"} if lower else {}
 
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:
@@ -377,30 +375,36 @@ def _longest(requests: Sequence[GenerationRequest]) -> int:
 
 
 @dataclass(eq=False)
-class _Ticket:
-    """What a request holds."""
+class Permit:
+    """An admitted request and what it holds.
 
-    admission: FairAdmission
+    charge: what it is charged by. requests: as requested, in order, perhaps with fewer ``max_tokens``.
+    headers: of the response, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` if it is degraded.
+    target: the overflow target that serves it; "" for replicas.
+    tokens: that it may use. turns: one for each request. counts: tokens of each request's prompt.
+    """
+
+    admission: FairAdmission = field(repr=False)
     tenant: Tenant
-    session: str
     began_s: float
+    charge: Charge
     requests: tuple[GenerationRequest, ...] = ()
+    headers: dict[str, str] = field(default_factory=dict)
+    target: str = ""
+    session: str = ""
     tokens: int = 0
-    slot: Held | None = None
+    turns: tuple[Turn, ...] = field(default=(), repr=False)
+    counts: tuple[PromptCount, ...] = ()
+    slot: Slot | None = None
     reservation: Reservation | None = None
     claims: list[Claim] = field(default_factory=list)
     open: bool = True
-    charge: Charge = FREE
     reserved_s: float = 0.0  # Unix time
-
-    @property
-    def ends_s(self) -> float:
-        """The request's own deadline."""
-        return self.began_s + min([request.timeout_s or math.inf for request in self.requests], default=math.inf)
 
     def claim(self, pool: str, tokens: int, count: int, remaining_s: float = math.inf) -> Claim:
         """Queue for ``count`` slots of a pool. remaining_s: of the request's time. Raises Overloaded."""
-        admission, tenant, slots, ends_s = self.admission, self.tenant, self.admission.slots(pool), self.ends_s
+        admission, tenant, slots = self.admission, self.tenant, self.admission.slots(pool)
+        ends_s = self.began_s + min([request.timeout_s or math.inf for request in self.requests], default=math.inf)
         rules, max_wait_s = tenant.class_rules, admission._rules.max_wait_s
         if rules is not None and rules.max_wait_s is not None:
             max_wait_s = rules.max_wait_s
@@ -415,21 +419,29 @@ class _Ticket:
             raise admission._refusal("queue", exc, pool) from None
         claim.hold_s = hold_s
         self.claims.append(claim)
-        admission._tickets.add(self)
+        admission._permits.add(self)
         return claim
 
-    def learn(self, usage: Usage) -> None:
-        """Take note of the work that the reserved tokens came to."""
-        if self.open and self.claims and self.tokens:
+    def settle(self, usage: Usage | None) -> None:
+        """Charge ``usage``, of all choices, and return the rest of the reservation, without blocking and only once.
+        None: nothing was generated."""
+        if not self.open:
+            return
+        if usage is not None and self.claims and self.tokens:  # the work that the reserved tokens came to
             uncached = usage.input_tokens - usage.cached_tokens
-            work = uncached * self.admission.prompt_weight() + usage.output_tokens
+            work = uncached * self.admission.pools.prompt_weight() + usage.output_tokens
             self.claims[-1].pool.worked(work, self.tokens)
+        self.close(0 if usage is None else usage.input_tokens + usage.output_tokens, self.charge.micros(usage))
+        if self.admission.on_charged is not None:
+            self.admission.on_charged(self.charge.record(self.reserved_s, self.tenant.levels, usage))
 
     def close(self, used_tokens: int, micros: int = 0) -> None:
+        """Give back all it holds, once."""
         if not self.open:
             return
         self.open = False
-        self.admission._tickets.discard(self)
+        self.turns = ()  # which refer to it: it is freed without the garbage collector
+        self.admission._permits.discard(self)
         if self.slot is not None:
             self.slot.release()
         if self.reservation is not None:
@@ -440,13 +452,10 @@ class _Ticket:
 
 @dataclass(eq=False)
 class Turn:
-    """The slot of one choice.
+    """The slot of one choice, in ``pool``. claim: None at an upstream, which needs no slot. may_move: its pool was
+    drawn by weight, so that another pool may serve it."""
 
-    pool: where the slot is. claim: None at an upstream, which needs no slot.
-    may_move: its pool was drawn by weight, so that another pool may serve it.
-    """
-
-    ticket: _Ticket
+    permit: Permit
     pool: str = ""
     claim: Claim | None = None
     number: int = 0
@@ -463,23 +472,18 @@ class Turn:
 
     async def move(self) -> str:
         """Wait for a slot in another public pool, because the replicas of its own are down, and return that pool.
-
-        Raises: Overloaded, DeadlineExceeded.
-        """
-        ticket = self.ticket
-        await self._wait_in(ticket.admission.pools.draw(ticket.tenant.pool, ticket.session, self.pool))
+        Raises: Overloaded, DeadlineExceeded."""
+        permit = self.permit
+        await self._wait_in(permit.admission.pools.draw(permit.tenant.pool, permit.session, self.pool))
         return self.pool
 
     async def go(self, target: str, remaining_s: float) -> None:
-        """Release the slot and wait for one at an overflow target, or at the replicas if ``target`` is "".
-
-        remaining_s: longest wait. Nothing is charged again.
-        Raises: Overloaded, DeadlineExceeded.
-        """
-        ticket, admission = self.ticket, self.ticket.admission
+        """Release the slot and wait up to ``remaining_s`` for one at an overflow target, or at the replicas if
+        ``target`` is "". Nothing is charged again. Raises: Overloaded, DeadlineExceeded."""
+        permit, admission = self.permit, self.permit.admission
         self.release()
-        pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
-        self.may_move = not target and pool != ticket.tenant.pool
+        pool = admission.target_pool(target) if target else admission.pools.draw(permit.tenant.pool, permit.session)
+        self.may_move = not target and pool != permit.tenant.pool
         if pool or not target:
             await self._wait_in(pool, remaining_s)
         else:
@@ -488,8 +492,8 @@ class Turn:
     async def _wait_in(self, pool: str, remaining_s: float = math.inf) -> None:
         """Release the slot and wait for one of ``pool``."""
         self.release()
-        ticket = self.ticket
-        self.claim = ticket.claim(pool, ticket.tokens // len(ticket.requests), 1, remaining_s)
+        permit = self.permit
+        self.claim = permit.claim(pool, permit.tokens // len(permit.requests), 1, remaining_s)
         self.pool, self.number = pool, 0
         await self.claim.turn(0)
 
@@ -504,35 +508,3 @@ class Turn:
         """Release the slot. Safe to call twice."""
         if self.claim is not None:
             self.claim.release(self.number)
-
-
-@dataclass(eq=False)
-class Permit:
-    """An admitted request.
-
-    requests: as requested, in order, perhaps with fewer ``max_tokens``.
-    headers: of the response, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` if it is degraded.
-    target: the overflow target that serves it; "" for replicas.
-    turns: one for each request. counts: tokens of each request's prompt.
-    """
-
-    requests: tuple[GenerationRequest, ...]
-    headers: dict[str, str]
-    target: str
-    turns: tuple[Turn, ...]
-    ticket: _Ticket = field(repr=False)
-    counts: tuple[PromptCount, ...] = ()
-
-    def settle(self, usage: Usage | None) -> None:
-        """Charge ``usage`` and return the rest of the reservation, without blocking. A second call does nothing.
-
-        usage: of all choices, also of a stream that was cut; None if nothing was generated.
-        """
-        ticket, charge = self.ticket, self.ticket.charge
-        if not ticket.open:
-            return
-        if usage is not None:
-            ticket.learn(usage)
-        ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens, charge.micros(usage))
-        if ticket.admission.on_charged is not None:
-            ticket.admission.on_charged(charge.record(ticket.reserved_s, ticket.tenant.levels, usage))

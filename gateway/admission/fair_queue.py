@@ -20,19 +20,18 @@ from typing import Any
 from contract.errors import Overloaded
 from gateway.config.policy import AdmissionRules
 
-# Entries by class and by tenant, all of them, and the backlog.
-State = tuple[defaultdict[int, int], defaultdict[str, int], int, defaultdict[int, float]]
+# Entries by class and by tenant, and the backlog.
+State = tuple[defaultdict[int, int], defaultdict[str, int], defaultdict[int, float]]
 
 
 @dataclass(eq=False)
 class Entry:
     """One request that waits.
 
-    cost_tokens: what it may use, at least 1. slots: how many it needs, one for each choice; it is given one at a time,
-    and has ``begun`` so many. ``charged``: tokens of those that it was given while other tenants could have had them.
+    cost_tokens: what it may use, at least 1. slots: one for each choice, given one at a time; it has ``begun`` so many.
+    charged: tokens of those that it was given while other tenants could have had them.
     longest_tokens: what one of its choices may generate. priority: 0 is the most urgent. share: of the slots, for this
-    and less urgent priorities. deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that
-    of the tenant's latest.
+    and less urgent priorities. deadline_s: on the caller's clock. work: the caller's own.
     """
 
     tenant: str
@@ -82,7 +81,7 @@ class _Flow:
 
 
 class FairQueue:
-    """The queue of one pool. rules: its bounds, quantum and aging; a class counts the entries that came in it."""
+    """The queue of one pool. by_class, by_tenant: entries that wait. rules: its bounds, quantum and aging."""
 
     def __init__(self, rules: AdmissionRules | None = None) -> None:
         self.rules = rules or AdmissionRules()  # later rules leave the entries that wait
@@ -90,45 +89,34 @@ class FairQueue:
         self._came: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came
         self._deadlines: list[tuple[float, int, Entry]] = []
         self._shortest: list[tuple[int, int, Entry]] = []
-        self._by_class: defaultdict[int, int] = defaultdict(int)
-        self._by_tenant: defaultdict[str, int] = defaultdict(int)
+        self.by_class: defaultdict[int, int] = defaultdict(int)
+        self.by_tenant: defaultdict[str, int] = defaultdict(int)
         self._expired: list[Entry] = []
         self._sequence = itertools.count()
-        self._count = 0
         self._left = 0  # entries that left since the heaps were last rid of such
         self.backlog: defaultdict[int, float] = defaultdict(float)  # tokens by class
 
     def __len__(self) -> int:
-        return self._count
+        return sum(self.by_class.values())
 
     @property
     def backlog_tokens(self) -> float:
         return sum(self.backlog.values())
 
-    def depth(self, priority: int) -> int:
-        """Return the number of entries of this class that wait."""
-        return self._by_class.get(priority, 0)
-
-    def depths(self) -> dict[int, int]:
-        return dict(self._by_class)
-
     def state(self) -> State:
         """Return what tells how full it is, for ``mirror``."""
-        return self._by_class.copy(), self._by_tenant.copy(), self._count, self.backlog.copy()
+        return self.by_class.copy(), self.by_tenant.copy(), self.backlog.copy()
 
     def mirror(self, state: State) -> None:
         """Look as full as another queue."""
-        self._by_class, self._by_tenant, self._count, self.backlog = state
-
-    def waiting_of(self, tenant: str) -> int:
-        return self._by_tenant.get(tenant, 0)
+        self.by_class, self.by_tenant, self.backlog = state
 
     def check_room(self, tenant: str, priority: int) -> None:
         """Raise Overloaded that names the full queue."""
-        waiting, most = self._by_class.get(priority, 0), self.rules.max_waiting_per_class
+        waiting, most = self.by_class.get(priority, 0), self.rules.max_waiting_per_class
         if waiting >= most:
             raise Overloaded(f"queue full: {waiting} of {most} requests wait in priority class {priority}")
-        waiting, most = self._by_tenant.get(tenant, 0), self.rules.max_waiting_per_tenant
+        waiting, most = self.by_tenant.get(tenant, 0), self.rules.max_waiting_per_tenant
         if waiting >= most:
             raise Overloaded(f"queue full: {waiting} of {most} requests of {tenant} wait")
 
@@ -137,9 +125,8 @@ class FairQueue:
         self.check_room(entry.tenant, entry.priority)
         entry.sequence = next(self._sequence)
         entry.waiting = True
-        self._count += 1
-        self._by_class[entry.priority] += 1
-        self._by_tenant[entry.tenant] += 1
+        self.by_class[entry.priority] += 1
+        self.by_tenant[entry.tenant] += 1
         self.backlog[entry.priority] += entry.cost_tokens
         flow = self._flows.setdefault((entry.priority, entry.tenant), _Flow(entry.weight))
         flow.weight = entry.weight
@@ -166,19 +153,18 @@ class FairQueue:
         if not entry.waiting:
             return False
         entry.waiting = False
-        self._count -= 1
         self.backlog[entry.priority] -= entry.cost_left
-        self._by_class[entry.priority] -= 1
-        if not self._by_class[entry.priority]:
-            del self._by_class[entry.priority]
-        self._by_tenant[entry.tenant] -= 1
-        if not self._by_tenant[entry.tenant]:
-            del self._by_tenant[entry.tenant]
-        if entry.tenant not in self._by_tenant:
+        self.by_class[entry.priority] -= 1
+        if not self.by_class[entry.priority]:
+            del self.by_class[entry.priority]
+        self.by_tenant[entry.tenant] -= 1
+        if not self.by_tenant[entry.tenant]:
+            del self.by_tenant[entry.tenant]
+        if entry.tenant not in self.by_tenant:
             for priority in self._came:
                 self._flows.pop((priority, entry.tenant), None)
         self._left += 1
-        if self._left > 64 + self._count:
+        if self._left > 64 + len(self):
             self._remove_left_entries()
         return True
 
@@ -198,10 +184,8 @@ class FairQueue:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def pop(self, now_s: float, may_run: Callable[[Entry], bool] = lambda entry: True) -> Entry | None:
-        """Return the entry that gets the next slot, or None. It stays in the queue until it was given all its slots.
-
-        A tenant whose next entry may not run is passed over. The expired stay for ``expire``.
-        """
+        """Return the entry that gets the next slot, or None; a tenant whose next entry may not run is passed over. It
+        stays in the queue until it was given all its slots. The expired stay for ``expire``."""
         self._expired = self.expire(now_s)
         for classes in self._by_urgency(now_s):
             if heads := self._heads(classes, may_run):
@@ -246,10 +230,8 @@ class FairQueue:
         return heads
 
     def _turn(self, heads: Mapping[tuple[int, str], Entry]) -> Entry:
-        """Return the next of these entries by deficit round robin; repeated calls return the same entry.
-
-        A tenant at the front gets its quantum once a turn, sends while that lasts, and goes to the back.
-        """
+        """Return the next of these entries by deficit round robin; repeated calls return the same entry. A tenant at
+        the front gets its quantum once a turn, sends while that lasts, and goes to the back."""
         flows = self._flows
         while True:
             for key in [key for key in flows if key in heads]:

@@ -11,35 +11,31 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from contract.background import Background
 from contract.errors import TridentError
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency, Slot
-from gateway.admission.fair_queue import Entry, FairQueue
-from gateway.admission.frames import Frames
+from gateway.admission.fair_queue import Entry
+from gateway.admission.hub_link import Frames
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 from gateway.config.policy import AdmissionRules
-from gateway.config.tenant import Level
+from gateway.config.tenant import Levels
 from gateway.usage.store import UsageStore
 
 TOLD_EVERY_S = 0.05  # workers learn how full pools are, which only degradation and metrics need
 
 
 class _Pool:
-    """One pool.
-
-    reports: by worker, what the replicas that it sees could run for this gateway alone. The load of other gateways is
-    told from those of the first worker. most: requests that had a slot between its last reports.
-    """
+    """reports: by worker, what the replicas that it sees could run for this gateway alone. The load of other gateways
+    is told from those of the first worker. most: requests that had a slot between its last reports."""
 
     def __init__(self, hub: Hub, name: str) -> None:
-        self.slots = PoolSlots(
-            FairQueue(hub.rules), hub.clock, self.capacity, hub.rules, full=lambda: hub.caps.fullness(name) >= 1
-        )
+        self.slots = PoolSlots(hub.clock, self.capacity, hub.rules, full=lambda: hub.caps.fullness(name) >= 1)
         self.reports: dict[int, Capacity] = {}
         self.most: deque[int] = deque([0, 0, 0], maxlen=3)  # a report tells what was scraped up to a second ago
         self._others = OthersLoad()
@@ -97,7 +93,7 @@ class _Worker:
             self.hub.budgets.settle(*held)
         self.hub.forget(self)
 
-    def on_acquire(self, call: int, levels: Sequence[Level], priority: int, requests: int, pool: str) -> None:
+    def on_acquire(self, call: int, levels: Levels, priority: int, requests: int, pool: str) -> None:
         refused = None
         try:
             self.slots[call] = self.hub.caps.try_acquire(levels, priority, requests, pool)
@@ -110,7 +106,7 @@ class _Worker:
         if slot is not None:
             slot.release()
 
-    def on_reserve(self, call: int, levels: Sequence[Level], tokens: int, least: int | None, micros: int) -> None:
+    def on_reserve(self, call: int, levels: Levels, tokens: int, least: int | None, micros: int) -> None:
         async def reserve() -> None:
             try:
                 answer: Any = await self.hub.budgets.reserve(levels, tokens, least, micros)
@@ -123,9 +119,7 @@ class _Worker:
                     self.reservations[answer.id] = answer, tokens, micros
             self.frames.send("reply", call, answer)
 
-        task = asyncio.ensure_future(reserve())
-        self.hub.reserving.add(task)
-        task.add_done_callback(self.hub.reserving.discard)
+        self.hub.reserving.start(reserve())
 
     def on_settle(self, reservation: Reservation, used: int, micros: int) -> None:
         self.reservations.pop(reservation.id, None)
@@ -167,10 +161,7 @@ class _Worker:
 
 
 class Hub:
-    """The state that all workers share. limit: requests in flight. lease_s: of reserved budget.
-
-    ready: called with the number of a worker that serves now. database: of days and months.
-    """
+    """The state that all workers share. ready: called with the number of a worker that serves now."""
 
     def __init__(
         self,
@@ -183,7 +174,7 @@ class Hub:
         self.rules = AdmissionRules()
         self.caps, self.ready = Concurrency(limit), ready
         self.budgets = MemoryStore(self.clock, lease_s, database)
-        self.reserving: set[asyncio.Task[None]] = set()
+        self.reserving = Background()
         self.workers: dict[int, _Worker] = {}
         self._pools: dict[str, _Pool] = {}
         self._told: dict[str, dict[str, Any]] = {}
@@ -200,10 +191,10 @@ class Hub:
         return self._pools[name]
 
     def change(self, rules: AdmissionRules, pools: tuple[str, ...]) -> None:
-        self.rules, self.caps.class_limits, self.caps.pools = rules, rules.max_in_flight_of_class, pools
+        self.rules = rules
+        self.caps.change(rules.max_in_flight_of_class, pools)
         for pool in self._pools.values():
-            pool.slots.rules = pool.slots.queue.rules = rules
-            pool.slots.dispatch()
+            pool.slots.change(rules)
 
     def forget(self, worker: _Worker) -> None:
         self.workers.pop(worker.number, None)
@@ -229,5 +220,5 @@ class Hub:
             worker.frames.close()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
-        await asyncio.gather(*self.reserving, return_exceptions=True)
+        await self.reserving.done()
         await self.budgets.aclose()

@@ -1,37 +1,81 @@
 """A worker's side of ``hub``: caps, budgets and slots that the workers of one gateway share, and what they tell each
-other."""
+other. Messages are pickled and go over a socket pair that no one else has."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import pickle
 import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from contract.errors import DeadlineExceeded, Overloaded, TridentError, Unavailable
 from gateway.admission.budgets import Reservation, demands
-from gateway.admission.frames import Frames
+from gateway.admission.concurrency import Slot
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.sharing import UNKNOWN, Capacity
 from gateway.config.policy import AdmissionRules
-from gateway.config.tenant import Level
+from gateway.config.tenant import Levels
 
 REPORT_S = 1.0
 STOPPING = "the gateway is stopping"
+_LENGTH = struct.Struct("<I")
+
+
+class Frames(asyncio.Protocol):
+    """One end of a connection. received: gets the parts of each message. lost: called once, when the other end is
+    gone."""
+
+    def __init__(self, received: Callable[..., None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    async def connect(self, end: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lost()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end])  # noqa: S301 - from our own process
+            del self._buffer[:end]
+            self._received(*message)
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, *message: Any) -> None:
+        """Send a message; nothing once the other end is gone."""
+        if self._transport is not None and self.open:
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 class HubLink:
-    """A worker's connection, made before its Service; ``start`` it on the loop that serves. The worker checks it as
-    the watchdog does.
+    """A worker's connection, made before its Service; ``start`` it on the loop that serves.
 
     number: of the worker. end: of a socket pair whose other end the hub has. folder: of the gateway's sockets.
-    reported: see Replicas.reported.
-    lost: called when the parent is gone.
+    reported: see Replicas.reported. lost: called when the parent is gone.
     """
 
     def __init__(self, number: int, end: socket.socket, folder: Path) -> None:
@@ -80,9 +124,7 @@ class HubLink:
 
     async def call(self, undo: Callable[[int, Any], None], kind: str, *parts: Any) -> tuple[int, Any]:
         """Return the number of the call and the hub's answer. undo: called with both where the caller was cancelled.
-
-        Raises: Unavailable if the parent is gone.
-        """
+        Raises: Unavailable if the parent is gone."""
         if not self.frames.open:
             raise Unavailable(STOPPING, 1.0)
         number = next(self.numbers)
@@ -127,30 +169,19 @@ class HubLink:
                 self._slots[name].mirror(pool)
 
 
-@dataclass(eq=False)
-class _SharedSlot:
-    """A place under the caps. ``release`` gives it back."""
-
-    link: HubLink
-    number: int
-
-    def release(self) -> None:
-        self.link.frames.send("release", self.number)
-
-
 class SharedCaps:
     """The caps of all workers; see Concurrency. The hub has its rules from ``HubLink.change``."""
-
-    class_limits: Mapping[int, int]
-    pools: Collection[str]
 
     def __init__(self, link: HubLink) -> None:
         self._link = link
 
+    def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None:
+        pass
+
     def fullness(self, pool: str) -> float:
         return self._link.fullness.get(pool, 0.0)
 
-    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> _SharedSlot:
+    async def acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot:
         link = self._link
         capped = tuple(level for level in levels if level.limits.max_in_flight is not None)
 
@@ -160,7 +191,7 @@ class SharedCaps:
         number, error = await link.call(undo, "acquire", capped, priority, requests, pool)
         if error is not None:
             raise error
-        return _SharedSlot(link, number)
+        return Slot(lambda: link.frames.send("release", number))
 
 
 class SharedBudgets:
@@ -169,9 +200,7 @@ class SharedBudgets:
     def __init__(self, link: HubLink) -> None:
         self._link = link
 
-    async def reserve(
-        self, levels: Sequence[Level], tokens: int, least: int | None = None, micros: int = 0
-    ) -> Reservation:
+    async def reserve(self, levels: Levels, tokens: int, least: int | None = None, micros: int = 0) -> Reservation:
         if not demands(levels, tokens, least, micros):
             return Reservation(secrets.token_hex(8), True)
 

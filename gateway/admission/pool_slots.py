@@ -1,7 +1,8 @@
 """The slots of one pool and the queue for them. Everything runs on one event loop.
 
 A request needs one slot for each of its choices and gets them one by one, as they come free: each choice begins and
-ends by itself, so that a request with many choices neither waits for many slots at once nor keeps them idle.
+ends by itself, so that a request with many choices neither waits for many slots at once nor keeps them idle. Who is
+refused is told when to return: the tokens in slots and queue, divided by the pace at which they are settled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from contract.errors import DeadlineExceeded, Overloaded, TridentError
-from gateway.admission import retry_after, sharing
+from gateway.admission import sharing
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules
@@ -24,18 +25,51 @@ from gateway.config.policy import AdmissionRules
 # holds a reserved slot takes longer than this part of the others.
 SHORT = 0.25
 MEMORY = 0.995  # of the work that requests came to: weight of all those before the latest
-
-
+UNKNOWN_S, LEAST_S, JITTER = 1.0, 0.1, 0.25
 _STATE = ("running", "capacity", "drain_tokens_per_s", "arrived_tokens", "_reserved", "_longest_tokens")
 _COUNTS = ("running_tokens", "_running_of", "_running_at")
 
 
-class _Limits(NamedTuple):
-    """Of this moment.
+@dataclass(eq=False)
+class DrainRate:
+    """The tokens settled per second, over the last ``memory_s`` or so: an exponential average."""
 
-    limit: requests at the replicas. open: of which so many of any length. share: of one tenant.
-    slots: of which classes have their shares.
-    """
+    memory_s: float = 10.0
+    _sum: float = 0.0
+    _began_s: float | None = None
+    _at_s: float = 0.0
+
+    def observe(self, tokens: float, now_s: float) -> None:
+        """Count ``tokens`` as processed at ``now_s``."""
+        if self._began_s is None:
+            self._began_s = self._at_s = now_s
+        self._decay(now_s)
+        self._sum += tokens
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Return the rate; 0 if nothing was observed yet."""
+        if self._began_s is None:
+            return 0.0
+        self._decay(now_s)
+        watched = 1.0 - math.exp(-max(now_s - self._began_s, 1.0) / self.memory_s)
+        return self._sum / (self.memory_s * watched)
+
+    def _decay(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            self._sum *= math.exp((self._at_s - now_s) / self.memory_s)
+            self._at_s = now_s
+
+
+def retry_after_s(backlog_tokens: float, tokens_per_s: float, rng: random.Random, most_s: float = 60.0) -> float:
+    """Return the seconds until the backlog is processed, from LEAST_S to ``most_s``, and up to JITTER of it more, so
+    that callers that were refused together do not retry together. UNKNOWN_S while nothing was measured."""
+    wait_s = backlog_tokens / tokens_per_s if tokens_per_s > 0 else UNKNOWN_S
+    return min(max(wait_s, LEAST_S), most_s) * (1.0 + JITTER * rng.random())
+
+
+class _Limits(NamedTuple):
+    """limit: requests at the replicas now. open: of which so many of any length. share: of one tenant. slots: of which
+    classes have their shares."""
 
     limit: int
     open: int
@@ -44,15 +78,11 @@ class _Limits(NamedTuple):
 
 
 class PoolSlots:
-    """One pool's slots.
-
-    capacity: what the pool's replicas can run now. clock: seconds. refused: completes the error of a request that
-    gets no slot. full: whether callers are refused because too many are under way.
-    """
+    """One pool's slots. refused: completes the error of a request that gets no slot. full: whether callers are refused
+    because too many are under way."""
 
     def __init__(
         self,
-        queue: FairQueue,
         clock: Callable[[], float],
         capacity: Callable[[], Capacity],
         rules: AdmissionRules,
@@ -62,7 +92,7 @@ class PoolSlots:
         full: Callable[[], bool] = lambda: False,
         rng: random.Random | None = None,
     ) -> None:
-        self.queue, self.rules, self.name = queue, rules, name
+        self.queue, self.rules, self.name = FairQueue(rules), rules, name
         self._clock, self._capacity, self._refused, self._full = clock, capacity, refused, full
         self.running = 0  # slots that were given and not released
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
@@ -72,13 +102,17 @@ class PoolSlots:
         self.arrived_tokens = 0.0  # of all requests that ever queued
         self._worked = self._worked_tokens = 0.0  # of late: work in tokens of decoding, and the tokens reserved for it
         self._longest_tokens = 0  # of the running ones, added up
-        self._drain = retry_after.DrainRate()
+        self._drain = DrainRate()
         self._saturated, self._saturated_s, self._checked_s = False, 0.0, 0.0
         self._wake: asyncio.TimerHandle | None = None
         self._rng = rng or random.Random()
         # A part of 3.4 slots is 4 slots with a chance of 0.4, drawn when a slot is released. Rounded down, few slots
         # would stay divided unequally; drawn more often, slots held for long would make the larger number the rule.
         self._rounding = self._rng.random()
+
+    def change(self, rules: AdmissionRules) -> None:
+        self.rules = self.queue.rules = rules
+        self.dispatch()
 
     @property
     def capacity(self) -> Capacity:
@@ -99,7 +133,7 @@ class PoolSlots:
     def retry_after_s(self, rng: random.Random) -> float:
         """Return when a refused request may be sent again, from the pace at which this pool's backlog shrinks."""
         backlog = self.queue.backlog_tokens + sum(self.running_tokens.values())
-        return retry_after.retry_after_s(backlog, self.drain_tokens_per_s, rng)
+        return retry_after_s(backlog, self.drain_tokens_per_s, rng)
 
     @property
     def drain_tokens_per_s(self) -> float:
@@ -123,7 +157,7 @@ class PoolSlots:
         limits = self._limits()
         if self._running_of.get(tenant, 0) < limits.share and longest_tokens <= self._length_allowed(limits):
             return True
-        return self.waiting < self.capacity.slots and not self.queue.waiting_of(tenant)
+        return self.waiting < self.capacity.slots and not self.queue.by_tenant.get(tenant)
 
     def claim(self, entry: Entry, lasts_until_s: float) -> Claim:
         """Queue a request for its slots: until ``entry.deadline_s`` for the first, until ``lasts_until_s`` for the
@@ -188,16 +222,12 @@ class PoolSlots:
         return _Limits(capacity.limit, unreserved, share, capacity.slots)
 
     def _shared_limits(self, capacity: Capacity) -> _Limits:
-        """Return the limits while other gateways have requests at the same replicas.
-
-        The reserve is one of the pool: the parts of all gateways are parts of the other slots, so that their long
-        requests together leave it free. Of the reserve every gateway may use its part, and at least one slot.
-        """
+        """Return the limits while other gateways have requests at the same replicas. The reserve is one of the pool:
+        the gateways divide the other slots. Of the reserve each may use its part, and at least one slot."""
         slots, others = capacity.pool_slots, capacity.others
-        reserved = self._reserve(slots)
+        reserved, own = self._reserve(slots), sharing.part(slots, others)
         part = sharing.part(slots - reserved, others)
         limit = math.floor(part + self._rounding)
-        own = sharing.part(slots, others)
         share = self._share(own, self.rules.tenant_share) if self.rules.tenant_share < 1 else limit
         own_reserved = max(1, round(reserved * part / slots)) if reserved else 0
         return _Limits(limit + own_reserved, limit, share, own)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from cachetools import LRUCache
 
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
@@ -118,7 +119,7 @@ class PromptTokens:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, "prompt-tokens") if tokenizer is not None else None
-        self._factors: OrderedDict[str, float] = OrderedDict()
+        self._factors: LRUCache[str, float] = LRUCache(_TENANTS)
         self._mean = 0.0  # tokens per estimated token over all tenants, 0 until something was settled
         self._template_extra = 0.0  # beyond TEMPLATE_TOKENS, as a default system prompt is
         self._mismatches = 0
@@ -130,9 +131,6 @@ class PromptTokens:
 
     async def need(self, requests: Sequence[GenerationRequest], tenant: str) -> Need:
         """Return what ``requests`` may use: each prompt once, and ``max_tokens`` of every choice."""
-        if len(requests) == 1:
-            count, most = await self._count(requests[0], tenant), requests[0].max_tokens
-            return Need(count.tokens + most, count.least + most, (count,))
         counts: dict[int, PromptCount] = {}
         for request in requests:
             if id(prompt_of(request)) not in counts:
@@ -169,9 +167,6 @@ class PromptTokens:
         ratio, pace = input_tokens / count.size, min(0.2, count.size / 5000)
         known, seen = self._factor(tenant), ratio * _MARGIN
         self._factors[tenant] = max(seen, known + pace * (seen - known))
-        self._factors.move_to_end(tenant)
-        if len(self._factors) > _TENANTS:
-            self._factors.popitem(last=False)
         self._mean += (pace if self._mean else 1.0) * (ratio - self._mean)
 
     def _compare(self, count: PromptCount, input_tokens: int) -> None:

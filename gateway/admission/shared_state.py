@@ -13,14 +13,15 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from contract import failpoint
+from contract.background import Background
 from contract.errors import Overloaded, Unavailable
 from gateway.admission.budget_store import connect
-from gateway.admission.concurrency import Caps, Held, caps, holder
-from gateway.config.tenant import Level
+from gateway.admission.concurrency import Caps, Slot, caps, holder
+from gateway.config.tenant import Levels
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 0.25  # of a call; a request that waited longer for its turn makes none
@@ -70,8 +71,8 @@ class Away(Unavailable):
 class SharedState:
     """A connection to Redis for one process. ``start`` and ``close`` it on the loop that uses it.
 
-    gateway: the process's name there. gateways: processes that had a lease at the last call. suspect: called with the
-    URL of a replica whose breaker another gateway opened.
+    gateways: processes that had a lease at the last call. suspect: called with the URL of a replica whose breaker
+    another gateway opened.
     """
 
     def __init__(self, url: str) -> None:
@@ -86,17 +87,15 @@ class SharedState:
         self._released: set[str] = set()  # caps of which less is held than is written
         self._away_until_s, self._closing = 0.0, False
         self._told_away = False  # in the log, since the last call that succeeded
-        self._beating: asyncio.Task[None] | None = None
+        self._beating = Background()
         self._wake = asyncio.Event()
 
     def start(self) -> None:
-        self._beating = asyncio.create_task(self._beat())
+        self._beating.start(self._beat())
 
     async def close(self) -> None:
         self._closing = True
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await self._beating.cancel()
         await self.redis.aclose()
 
     @property
@@ -178,11 +177,8 @@ class SharedState:
                 await asyncio.sleep(BEAT_S)
 
     async def _write(self, caps: Mapping[str, tuple[int, int | None]]) -> tuple[int, int]:
-        """Write the requests of some caps, and so many more where all of them allow it.
-
-        caps: by name, how many more, and the limit; None for any.
-        Returns the number of the first full cap, from 1 on, and what others hold of it; 0 if all had room.
-        """
+        """Write the requests of some caps, and so many more where all of them allow it. caps: by name, how many more,
+        and the limit. Return the number of the first full cap, from 1 on, and what others hold of it; 0 if none is."""
         opened, held = tuple(self._opened), self._held
         arguments: list[Any] = [self.gateway, int(LEASE_S * 1000), self._known_ms, len(opened), *opened]
         for name, (more, most) in caps.items():
@@ -196,35 +192,21 @@ class SharedState:
         return full, others
 
 
-class _SharedSlot:
-    """Requests counted here and in Redis."""
-
-    def __init__(self, state: SharedState, own: Held, names: Collection[str], requests: int) -> None:
-        self._state, self._own, self._names, self._requests = state, own, names, requests
-
-    def release(self) -> None:
-        names, self._names = self._names, ()
-        self._own.release()
-        self._state.give_back(names, self._requests)
-
-
 class GatewayCaps:
     """Caps of levels and classes over all gateways. own: those of this one; its hard limit is its own."""
 
     def __init__(self, own: Caps, state: SharedState) -> None:
         self._own, self._state = own, state
         self.fullness = own.fullness
-        self.pools: Collection[str] = ()
-        self.class_limits: Mapping[int, int] = {}
+        self._class_limits: Mapping[int, int] = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("pools", "class_limits"):
-            setattr(self._own, name, value)
+    def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None:
+        self._class_limits = class_limits
+        self._own.change(class_limits, pools)
 
-    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Held:
+    async def acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot:
         slot = await self._own.acquire(levels, priority, requests, pool)
-        found = caps(levels, priority, pool, self.class_limits)
+        found = caps(levels, priority, pool, self._class_limits)
         limited = {name: limit for name, limit in found.items() if limit is not None}
         if not limited:
             return slot
@@ -233,4 +215,9 @@ class GatewayCaps:
         except BaseException:
             slot.release()
             raise
-        return _SharedSlot(self._state, slot, limited, requests)
+
+        def give_back() -> None:
+            slot.release()
+            self._state.give_back(limited, requests)
+
+        return Slot(give_back)

@@ -1,11 +1,10 @@
 """Divide the slots of a pool between gateways that know each other's load only from the replicas' metrics.
 
-Pure. Every gateway scrapes the replicas' metrics and knows its own requests there; the rest is the load of others.
+Every gateway scrapes the replicas' metrics and knows its own requests there; the rest is the load of others.
 A gateway without others may send a quarter more requests than the replicas can run, so that a slot that becomes free
-is used at once. While there are others, no gateway sends ahead: its part is ``WEIGHT * (slots - others)``. N busy
-gateways then get equal parts, ``WEIGHT * slots / (1 + WEIGHT * (N - 1))`` each: together 0.89 of the slots with two
-gateways, 0.92 with three, and never more than all. With WEIGHT = 1 any division would be stable, and the first gateway
-would keep all slots. What one gateway does not use is free for the others.
+is used at once. While there are others its part is ``WEIGHT * (slots - others)``. N busy gateways then get equal parts,
+``WEIGHT * slots / (1 + WEIGHT * (N - 1))`` each: together 0.89 of the slots with two, 0.92 with three. With WEIGHT = 1
+any division would be stable, and the first gateway would keep all slots.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ PRESENT = 20
 class Capacity:
     """What one gateway may send to a pool.
 
-    slots: requests that this gateway can count on being run.
-    limit: requests that it may have sent.
-    others: requests of other gateways there; 0 without other gateways.
+    slots: requests that it can count on being run. limit: that it may have sent. others: of other gateways there.
     pool_slots: requests that the pool can run for all gateways; only set while there are others.
     hold_s: how long a request waits while the pool has no replica; 0: it has one, or requests do not wait.
     kv_usage: mean fraction of the replicas' KV blocks in use; 0 if unknown.
@@ -64,12 +61,11 @@ def part(slots: float, others: float) -> float:
 
 @dataclass(eq=False)
 class OthersLoad:
-    """Estimate the requests of others at one replica, from scrapes of its metrics.
+    """Estimate the requests of others at one replica: the moving average of what its metrics report beyond this
+    gateway's own requests.
 
-    requests: moving average of what is reported beyond this gateway's own requests; 0 without others.
-
-    A reported request may have ended meanwhile, and a sent one may not be reported yet. The average is therefore over
-    signed differences. That there are others at all is taken only from two scrapes in a row with more requests than
+    A reported request may have ended meanwhile, and a sent one may not be reported yet: the average is over signed
+    differences. That there are others at all is taken only from two scrapes in a row with more requests than
     this gateway had at any moment since the scrape before: a gateway without others never sees its own as theirs.
     """
 
@@ -79,12 +75,8 @@ class OthersLoad:
     _absent: int = PRESENT  # scrapes since others were seen for certain
 
     def observe(self, reported: int, own: float, most_own: int) -> None:
-        """Take in one scrape.
-
-        reported: requests running and waiting at the replica.
-        own: requests of this gateway there at that moment.
-        most_own: the most requests that this gateway had there since the scrape before.
-        """
+        """Take in one scrape. reported: requests running and waiting at the replica. own, most_own: of this gateway, at
+        that moment and at most since the scrape before."""
         certain = max(0, reported - most_own)
         present, self._before = min(certain, self._before) > 0, certain
         if self._absent >= PRESENT:

@@ -117,7 +117,8 @@ def hints(error: TridentError) -> dict[str, str]:
     found = dict(error.headers)
     if isinstance(error, errors.Unauthenticated):
         found.setdefault("www-authenticate", "Bearer")
-    after_s = retry_after_s(error)
+    # Admission says when to return after a wait in its queue, too.
+    after_s = error.retry_after_s if isinstance(error, errors.DeadlineExceeded) else retry_after_s(error)
     if after_s is not None:
         found["retry-after"] = str(max(1, math.ceil(after_s)))
         found["retry-after-ms"] = str(max(1, round(after_s * 1e3)))

@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from contract.background import Background
 from contract.errors import Unavailable
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budgets import Reservation
 from gateway.admission.prompt_tokens import prompt_of
 from gateway.admission.shared_state import Away, SharedState
-from gateway.cache.coalescing import MAX_BYTES
-from gateway.cache.idempotency import RESUME_HEADER
+from gateway.cache.coalescing import MAX_BYTES, RESUME_HEADER
 from gateway.cache.response_cache import Answer, is_complete
 from gateway.choices import ChoiceDelta, ChoiceDeltas, total
 from gateway.continuation import Continuation, needs_seed
@@ -122,7 +122,7 @@ def decode(text: bytes) -> ChoiceDelta:
 
 @dataclass(frozen=True)
 class Head:
-    """What a response is sent with, beside its deltas. engine: that generates it. reservation: of its budget."""
+    """What a response is sent with, beside its deltas. engine: that generates it."""
 
     headers: Mapping[str, str]
     request_id: str
@@ -130,15 +130,8 @@ class Head:
     engine: str
     reservation: Reservation | None = None
 
-    def encode(self) -> str:
-        return _HEAD.dump_json(self).decode()
 
-    @classmethod
-    def decode(cls, text: bytes) -> Head:
-        return _HEAD.validate_json(text)
-
-
-_HEAD = TypeAdapter(Head)
+HEAD = TypeAdapter(Head)  # for its JSON
 
 
 @dataclass(eq=False)
@@ -179,16 +172,14 @@ class Record:
         return str(state)
 
     async def read(self) -> tuple[Head | None, bool, bool] | None:
-        """Add new items; return the head, whether the stream is complete, whether its gateway lives. None: it is gone.
-
-        Raises: Away.
-        """
+        """Add new items; return the head, whether the stream is complete, whether its gateway lives; None if it is
+        gone. Raises Away."""
         while found := await self.records.run(_READ, self.keys, len(self.items)):
             head, complete, lives, self.charged, self.settled, *items = found
             self.items += map(decode, items)
             self._count = len(self.items)
             if len(items) < 1000:
-                return Head.decode(head) if head else None, bool(complete), bool(lives)
+                return HEAD.validate_json(head) if head else None, bool(complete), bool(lives)
         return None
 
     async def write(self, *fields: str) -> None:
@@ -200,18 +191,10 @@ class Record:
             batch, named = len(self._pending), list(self._fields)
             lease_s = 0 if self._ended_s else LEASE_S
             life_s = self.records.ttl_s if "complete" in named else RUNNING_S
-            arguments = (
-                self._owner,
-                int(lease_s * 1000),
-                int(life_s * 1000),
-                self._count,
-                len(named),
-                *named,
-                *self._pending,
-            )
+            terms = (self._owner, int(lease_s * 1000), int(life_s * 1000), self._count, len(named))
             self._written_s = time.monotonic()
             try:
-                kept = await self.records.run(_WRITE, self.keys, *arguments)
+                kept = await self.records.run(_WRITE, self.keys, *terms, *named, *self._pending)
             except Away:
                 return
             del self._pending[:batch], self._fields[: len(named)]
@@ -248,15 +231,15 @@ class Record:
     async def write_head(self, head: Head) -> None:
         """Write the head of what is generated here."""
         self.head = head
-        await self.write("head", head.encode())
+        await self.write("head", HEAD.dump_json(head).decode())
 
     async def release(self) -> None:
         """Let another gateway go on at once. This one settles its reservation, and so all items."""
         self._ended_s = time.monotonic()
         fields: tuple[str, ...] = ()
         if self.head is not None:
-            head = dataclasses.replace(self.head, reservation=None)
-            fields = "head", head.encode(), "settled", str(self._count + len(self._pending))
+            head = HEAD.dump_json(dataclasses.replace(self.head, reservation=None)).decode()
+            fields = "head", head, "settled", str(self._count + len(self._pending))
         await self.write(*fields)
 
     async def delete(self) -> None:
@@ -288,7 +271,7 @@ class Records:
     def __init__(self, state: SharedState, ttl_s: float, draining: Callable[[], bool]) -> None:
         self._state, self.ttl_s, self.draining = state, ttl_s, draining
         self.owned: set[Record] = set()
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewing = Background()
 
     def record(self, tenant: str, key: str, request: str) -> Record:
         """Return the record of a tenant's key, which names neither. request: digest of what is requested."""
@@ -301,13 +284,11 @@ class Records:
 
     def own(self, record: Record) -> None:
         self.owned.add(record)
-        if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew())
+        if not len(self._renewing):
+            self._renewing.start(self._renew())
 
     async def aclose(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        await self._renewing.cancel()
 
     async def _renew(self) -> None:
         while True:
@@ -361,8 +342,6 @@ def seeded(request: GenerationRequest, record: Record, choice: int) -> Generatio
 
 async def renumbered(deltas: ChoiceDeltas, choices: Sequence[int]) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield the deltas of some choices of a response under their numbers in it."""
-    try:
+    async with contextlib.aclosing(deltas):
         async for choice, delta in deltas:
             yield ChoiceDelta(choices[choice], delta)
-    finally:
-        await deltas.aclose()

@@ -1,9 +1,11 @@
-"""Complete responses by request key, within a size and an age."""
+"""Complete responses by request key, within a size and an age; and what a client's headers allow the caches to do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from cachetools import TLRUCache
 
@@ -12,15 +14,33 @@ from gateway.cache.coalescing import size_bytes
 
 Answer = tuple[TokenDelta, ...]
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+HEADER = "x-trident-cache"
+_MAX_AGE = re.compile(r"(?:^|[,\s])max-age=(\d{1,9})(?:$|[,\s])")
+
+
+@dataclass(frozen=True)
+class CacheControl:
+    """The caching directives of one request.
+
+    enabled: False for ``x-trident-cache: off`` and ``cache-control: no-store``: the request bypasses every cache.
+    max_age_s: how old a cached response may be; 0 for ``no-cache``: none is served, the new one is stored.
+    """
+
+    enabled: bool = True
+    max_age_s: float = math.inf
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str]) -> CacheControl:
+        """headers: keys in lower case."""
+        text = headers.get("cache-control", "").lower()
+        directives = {directive.strip() for directive in text.split(",")}
+        off = headers.get(HEADER, "").strip().lower() in ("off", "false", "no", "0") or "no-store" in directives
+        found = _MAX_AGE.search(text)
+        return cls(not off, 0.0 if "no-cache" in directives else float(found[1]) if found else math.inf)
 
 
 class ResponseCache:
-    """A least-recently-used cache of deltas.
-
-    max_bytes: bound, of the deltas.
-    ttl_s: longest age of a hit.
-    clock: seconds.
-    """
+    """A least-recently-used cache of at most ``max_bytes`` of deltas."""
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,13 +50,6 @@ class ResponseCache:
             timer=clock,
             getsizeof=lambda stored: answer_bytes(stored[0]),
         )
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    @property
-    def bytes(self) -> int:
-        return int(self._answers.currsize)
 
     def get(self, key: str, max_age_s: float = math.inf) -> Answer | None:
         """Return the deltas as the engine sent them, or None."""

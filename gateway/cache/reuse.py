@@ -14,19 +14,19 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
+from contract.background import Background
 from contract.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from contract.generation import GenerationRequest, TokenDelta
+from gateway.admission.fair_admission import DEGRADED_HEADER
 from gateway.admission.shared_state import Away
-from gateway.cache.cache_control import HEADER as CACHE_HEADER
-from gateway.cache.cache_control import CacheControl
-from gateway.cache.coalescing import Coalescer, SharedReader
-from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency, check_kept
+from gateway.cache.coalescing import HEADER, RESUME_HEADER, Coalescer, Idempotency, SharedReader, check_kept
 from gateway.cache.records import (
     AWAY_S,
+    HEAD,
     POLL_S,
     Head,
     Record,
@@ -37,7 +37,8 @@ from gateway.cache.records import (
     unfinished,
     unpaid,
 )
-from gateway.cache.response_cache import Answer, ResponseCache
+from gateway.cache.response_cache import HEADER as CACHE_HEADER
+from gateway.cache.response_cache import Answer, CacheControl, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
 from gateway.choices import ChoiceDelta, ChoiceDeltas, Choices
@@ -47,7 +48,6 @@ from gateway.request_context import RequestContext
 from gateway.request_key import deterministic, request_key
 from gateway.service import Service
 
-DEGRADED_HEADER = "x-trident-degraded"
 NO_TIMEOUT_S = 86_400.0
 SEVERAL = "several"  # engines, in place of the hash of one
 
@@ -56,9 +56,7 @@ SEVERAL = "several"  # engines, in place of the hash of one
 class ResponseDeltas:
     """One response, generated or reused. Read ``deltas``, then call ``close``, whatever happens.
 
-    deltas: of all choices, in order of arrival.
-    headers: of the response.
-    close: with the error that the client saw, or None.
+    deltas: of all choices, in order of arrival. close: with the error that the client saw, or None.
     request_id, created_s: identify the response; a retry gets those of the first attempt.
     first_event: number of the first delta, where the client can resume after an event; else None.
     replayed: deltas before ``first_event``, which the client has received.
@@ -76,10 +74,7 @@ class ResponseDeltas:
 
 
 class ResponseReuse:
-    """Open responses to requests, reusing what is allowed.
-
-    semantic: None without an embeddings endpoint.
-    """
+    """Open responses to requests, reusing what is allowed. semantic: None without an embeddings endpoint."""
 
     def __init__(
         self, service: Service, rules: ReuseRules, clock: Callable[[], float], semantic: SemanticCache | None = None
@@ -88,22 +83,17 @@ class ResponseReuse:
         self._coalescer = Coalescer() if rules.coalesce else None
         self._cache = ResponseCache(rules.cache_bytes, rules.cache_ttl_s, clock) if rules.cache_bytes else None
         self._idempotency = Idempotency(
-            clock,
-            ttl_s=rules.idempotency_ttl_s,
-            linger_s=rules.idempotency_linger_s,
-            max_bytes=rules.idempotency_bytes,
+            clock, ttl_s=rules.idempotency_ttl_s, linger_s=rules.idempotency_linger_s, max_bytes=rules.idempotency_bytes
         )
         state, self._records = service.shared_state, None
         if state is not None and rules.idempotency_bytes:
             self._records = Records(state, rules.idempotency_ttl_s, lambda: service.draining)
         self._answers = SharedAnswers(state, rules.cache_ttl_s) if state is not None and rules.cache_bytes else None
-        self._storing: set[asyncio.Task] = set()
+        self._storing = Background()
 
     async def open(self, requests: Sequence[GenerationRequest], context: RequestContext) -> ResponseDeltas:
-        """Return the response to one request of one or several choices.
-
-        Raises: what ``Service.choices`` raises, and InvalidArgument for headers that cannot be honoured.
-        """
+        """Return the response to one request of one or several choices. Raises: what ``Service.choices`` raises, and
+        InvalidArgument for headers that cannot be honoured."""
         control, headers = CacheControl.from_headers(context.carrier), context.carrier
         key, last_event = headers.get(HEADER.lower()), headers.get(RESUME_HEADER.lower())
         if key is None:
@@ -143,9 +133,7 @@ class ResponseReuse:
         return dataclasses.replace(response, first_event=start, replayed=reader.stream.deltas()[:start])
 
     async def aclose(self) -> None:
-        for task in self._storing:
-            task.cancel()
-        await asyncio.gather(*self._storing, return_exceptions=True)
+        await self._storing.cancel()
         if self._records is not None:
             await self._records.aclose()
         if self._semantic is not None:
@@ -171,7 +159,14 @@ class ResponseReuse:
                     return await self._serve_hit(hit.answer, requests, context, hit.headers)
 
         def store(answer: Answer) -> None:
-            self._store(key, answer, request, context, engine, control)
+            if not engine or engine != self._engine(context):
+                return  # during a roll-out the response may come from the other engine
+            if self._cache is not None:
+                self._cache.put(key, answer)
+            if self._answers is not None:
+                self._storing.start(self._answers.put(key, answer))
+            if self._semantic is not None:
+                self._storing.start(self._semantic.put(request, tenant, engine, answer, control))
 
         if self._coalescer is None or no_cache:
             return await self._generate(requests, context, "miss", store)
@@ -202,11 +197,7 @@ class ResponseReuse:
         return ResponseDeltas(deltas, choices.headers, choices.close, *ids, choices=choices)
 
     async def _serve_hit(
-        self,
-        answer: Answer,
-        requests: Sequence[GenerationRequest],
-        context: RequestContext,
-        headers: Mapping[str, str],
+        self, answer: Answer, requests: Sequence[GenerationRequest], context: RequestContext, headers: Mapping[str, str]
     ) -> ResponseDeltas:
         """Serve a cached response."""
         reused = ReusedResponse(self._service, context, requests, headers[CACHE_HEADER])
@@ -273,39 +264,13 @@ class ResponseReuse:
         engine = self._rules.engine or self._service.replicas.engine(context.tenant.pool, several)
         return f"{engine} {context.model.name}" if engine else ""  # an adapter has the engine of its base
 
-    def _store(
-        self,
-        key: str,
-        answer: Answer,
-        request: GenerationRequest,
-        context: RequestContext,
-        engine: str,
-        control: CacheControl,
-    ) -> None:
-        if not engine or engine != self._engine(context):
-            return  # during a roll-out the response may come from the other engine
-        if self._cache is not None:
-            self._cache.put(key, answer)
-        if self._answers is not None:
-            self._in_background(self._answers.put(key, answer))
-        if self._semantic is not None:
-            self._in_background(self._semantic.put(request, context.tenant.name, engine, answer, control))
-
-    def _in_background(self, storing: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(storing)
-        self._storing.add(task)
-        task.add_done_callback(self._storing.discard)
-
     def _count(self, result: str) -> None:
         self._service.metrics.reuse.labels(result).inc()
 
 
 class _Recorded:
     """Opens an idempotent response whose stream is recorded in Redis: by generating it, by following the gateway that
-    does, or by going on where that one ended.
-
-    start: number of the first delta that the client has not received.
-    """
+    does, or by going on where that one ended. start: number of the first delta that the client has not received."""
 
     def __init__(
         self,
@@ -410,11 +375,8 @@ class _Recorded:
                 response.close(error)
 
     async def _continued(self, head: Head, given: int) -> ResponseDeltas:
-        """Generate the rest of a stream whose gateway ended, behind what is recorded.
-
-        given: deltas that the client has.
-        Raises: Unavailable where the rest cannot be exact and the client has a part; else all is generated anew.
-        """
+        """Generate the rest of a stream whose gateway ended, behind what is recorded. Where that cannot be exact, all
+        is generated anew, or Unavailable raised if the client has a part: ``given`` deltas."""
         reuse, record, service = self._reuse, self._record, self._reuse._service
         found = await record.read()
         head = found[0] or head if found is not None else head  # a gateway that released it has changed it since
@@ -430,8 +392,8 @@ class _Recorded:
             return await self._generated()
         owed, paid = unpaid(record, self._requests, left)
         # Before admission: the reservation of a gateway that died would be in the way of its own stream.
-        settled = dataclasses.replace(head, reservation=None)
-        await record.write("head", settled.encode(), "charged", str(len(record.items)))
+        settled = HEAD.dump_json(dataclasses.replace(head, reservation=None)).decode()
+        await record.write("head", settled, "charged", str(len(record.items)))
         await service.charge_for_other(head.reservation, owed, self._context)
         context = dataclasses.replace(self._context, paid=paid)
         if left:
@@ -464,13 +426,11 @@ class _Recorded:
 
 async def _behind(items: Iterable[ChoiceDelta], rest: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield the items, then the rest."""
-    try:
+    async with aclosing(rest):
         for item in items:
             yield item
         async for item in rest:
             yield item
-    finally:
-        await rest.aclose()
 
 
 class _JoinedHeaders(Mapping[str, str]):
@@ -496,8 +456,7 @@ class _JoinedHeaders(Mapping[str, str]):
 class SharedGeneration:
     """The source of a SharedStream: a response that is admitted and generated once for all its readers.
 
-    admitted: set once the response is admitted or rejected; a rejection is raised to the readers.
-    response: None until it is admitted.
+    admitted: set once it is admitted or rejected; a rejection is raised to the readers. response: None until then.
     """
 
     def __init__(self, open_: Callable[[], Awaitable[ResponseDeltas]]) -> None:
@@ -534,12 +493,10 @@ class SharedGeneration:
 async def _stored_at_end(deltas: ChoiceDeltas, store: Callable[[Answer], None]) -> AsyncGenerator[ChoiceDelta, None]:
     """Pass on the deltas of one choice; store them once they are complete."""
     seen: list[TokenDelta] = []
-    try:
+    async with aclosing(deltas):
         async for item in deltas:
             seen.append(item.delta)
             yield item
-    finally:
-        await deltas.aclose()
     store(tuple(seen))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, Usage
@@ -19,10 +20,7 @@ SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "re
 
 
 class ReusedResponse:
-    """Admit it, ``read`` the deltas through it, then ``close`` it, whatever happens.
-
-    result: the value of x-trident-cache.
-    """
+    """Admit it, ``read`` the deltas through it, then ``close`` it, whatever happens. result: of x-trident-cache."""
 
     def __init__(
         self, service: Service, context: RequestContext, requests: Sequence[GenerationRequest], result: str
@@ -38,16 +36,12 @@ class ReusedResponse:
         self._span = service.request_span(context, requests, self._source, **{"trident.cache": result})
 
     async def admit(self) -> Mapping[str, str]:
-        """Charge one request; return the budget's response headers.
-
-        Raises: what admission raises; then there is nothing to close.
-        """
+        """Charge one request; return the budget's response headers. Where it raises, there is nothing to close."""
         service = self._service
         try:
             with service.live.admitting():
-                self._permit = await service.admission.admit_reader(
-                    self._context.tenant, self._context.charge(self._source)
-                )
+                charge = self._context.charge(self._source)
+                self._permit = await service.admission.admit_reader(self._context.tenant, charge)
         except BaseException as exc:
             end_span(self._span, exc)
             if isinstance(exc, TridentError):
@@ -58,19 +52,14 @@ class ReusedResponse:
 
     async def read(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
         """Pass on the deltas and count their tokens."""
-        try:
+        async with aclosing(deltas):
             async for item in deltas:
                 self._record(item)
                 yield item
             self._complete = True
-        finally:
-            await deltas.aclose()
 
     def close(self, error: BaseException | None) -> None:
-        """Settle and record the response. Safe to call twice.
-
-        error: what the client saw; None if there was no error or the client disconnected.
-        """
+        """Settle and record the response, once. error: that the client saw; None also where it disconnected."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,5 @@
-"""Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless a model is set.
+"""Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless a model is set: an
+encoder of this gateway, or one behind an OpenAI-style embeddings endpoint.
 
 Only the last user turn of a chat is compared by meaning; the rest of the request, the tenant and the engine must be
 equal. A high cosine does not prove that two prompts ask the same: see docs/decisions/0011.
@@ -6,41 +7,43 @@ equal. A high cosine does not prove that two prompts ask the same: see docs/deci
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import aiohttp
 import numpy as np
+import orjson
 from cachetools import LRUCache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contract.errors import InvalidArgument, TridentError
 from contract.generation import GenerationRequest
-from gateway.cache.cache_control import HEADER, CacheControl
-from gateway.cache.embeddings import Embeddings, EmbeddingsClient, OwnEmbeddings
-from gateway.cache.response_cache import Answer, answer_bytes, is_complete
+from gateway.cache.response_cache import HEADER, Answer, CacheControl, answer_bytes, is_complete
 from gateway.config.settings import Settings, variable
 from gateway.encoding import Encoding
 from gateway.request_key import request_key
+from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
 
 MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, which one vector describes too coarsely
 MAX_REMEMBERED = 1024  # embeddings kept between a lookup and the storing of its response
 LOOKUP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+MAX_CONCURRENT = 64  # texts that are being embedded; one that finds so many is not
+MAX_RESPONSE_BYTES = 1024 * 1024
+_BREAKER = BreakerPolicy()
+_FAILURES = (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, InvalidArgument)
 
 
-@dataclass(frozen=True)
-class Hit:
-    """A cached response to a similar prompt, and its similarity and age."""
+class Hit(NamedTuple):
+    """A cached response to a similar prompt, and the headers that tell its similarity and age."""
 
     answer: Answer
-    similarity: float
-    age_s: float
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {HEADER: "semantic", f"{HEADER}-similarity": f"{self.similarity:.4f}", "age": str(int(self.age_s))}
+    headers: dict[str, str]
 
 
 @dataclass(eq=False)
@@ -60,11 +63,7 @@ class Entry:
 
 
 class TenantCache:
-    """One tenant's entries, searched by cosine; the least recently used leave first.
-
-    max_entries, max_bytes: bounds.
-    dimensions: of the vectors.
-    """
+    """One tenant's entries, searched by cosine; the least recently used leave first. dimensions: of the vectors."""
 
     def __init__(self, max_entries: int, max_bytes: int, dimensions: int) -> None:
         self._max_entries, self._max_bytes, self.dimensions = max_entries, max_bytes, dimensions
@@ -108,17 +107,14 @@ class TenantCache:
 
 
 class SemanticCache:
-    """``get`` before a request is sent to an engine, ``put`` with the engine's response; neither raises.
-
-    embeddings: a text it cannot embed is a miss and is not stored.
-    settings: its semantic_*.
-    clock: seconds.
-    """
+    """``get`` before a request is sent to an engine, ``put`` with the engine's response; neither raises. A text that
+    cannot be embedded is a miss and is not stored."""
 
     def __init__(
         self, embeddings: Embeddings, settings: Settings, clock: Callable[[], float], registry: CollectorRegistry
     ) -> None:
         self._embeddings, self._settings, self._clock = embeddings, settings, clock
+        self._embedding_now = 0
         self._exclude = re.compile(settings.semantic_exclude, re.IGNORECASE) if settings.semantic_exclude else None
         self._tenants: dict[str, TenantCache] = {}
         self._remembered: LRUCache[tuple[str, str], np.ndarray] = LRUCache(MAX_REMEMBERED)
@@ -154,10 +150,8 @@ class SemanticCache:
     async def put(
         self, request: GenerationRequest, tenant: str, engine: str, answer: Answer, control: CacheControl
     ) -> bool:
-        """Store a complete response of an engine. Returns whether it was stored.
-
-        answer: never a hit of this cache, or a response would drift from prompt to prompt.
-        """
+        """Store a complete response of an engine, never a hit of this cache, which would drift from prompt to prompt.
+        Return whether it was stored."""
         if not is_complete(answer) or exclusion(request, control, self._exclude):
             return False
         scope, text = cache_scope(request, tenant, engine)
@@ -182,18 +176,94 @@ class SemanticCache:
         for similarity, entry in cache.similar(scope, vector, self._settings.semantic_threshold):
             if now_s - entry.stored_s < max_age_s:
                 entry.used_s = now_s
-                return Hit(entry.answer, similarity, now_s - entry.stored_s)
+                told = {f"{HEADER}-similarity": f"{similarity:.4f}", "age": str(int(now_s - entry.stored_s))}
+                return Hit(entry.answer, {HEADER: "semantic", **told})
         return None
 
     async def _embedding(self, scope: str, text: str) -> np.ndarray | None:
         """Return a text's embedding. It is remembered by scope, which differs by tenant: the time of a lookup tells
         nothing about another tenant."""
         vector = self._remembered.get((scope, text))
-        if vector is None:
-            vector = await self._embeddings.embed(text)
+        if vector is None and self._embedding_now < MAX_CONCURRENT:
+            self._embedding_now += 1
+            try:
+                vector = await self._embeddings.embed(text)
+            finally:
+                self._embedding_now -= 1
             if vector is not None:
                 self._remembered[scope, text] = vector
         return vector
+
+
+class OwnEmbeddings:
+    """Embed texts with an encoder of this gateway, at no tenant's cost. pool: returns the pool of its model, or raises
+    TridentError."""
+
+    def __init__(self, encoding: Encoding, pool: Callable[[], str], timeout_s: float) -> None:
+        self._encoding, self._pool, self._timeout_s = encoding, pool, timeout_s
+
+    async def embed(self, text: str) -> np.ndarray | None:
+        """Return the embedding of ``text``: f32[dimensions] of length 1, or None if there is none in time."""
+        try:
+            return await self._encoding.embedding(text, self._pool(), self._timeout_s)
+        except TridentError:
+            return None
+
+    async def aclose(self) -> None:
+        pass
+
+
+class EmbeddingsClient:
+    """Embed texts with ``POST {url}/embeddings``. After 5 failures in a row the endpoint gets no requests for 10 s, so
+    that an outage does not delay every request by the timeout. api_key: returns the bearer token; "" for none."""
+
+    def __init__(self, url: str, model: str, api_key: Callable[[], str], timeout_s: float) -> None:
+        self._url, self._model = f"{url.rstrip('/')}/embeddings", model
+        self._api_key, self._timeout_s = api_key, timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._breaker = Breaker()
+
+    async def embed(self, text: str) -> np.ndarray | None:
+        """Return the embedding of ``text``: f32[dimensions] of length 1, or None if there is none in time."""
+        now_s = time.monotonic()
+        if not self._breaker.allows(now_s):
+            return None
+        self._breaker = self._breaker.sent(now_s)
+        vector = None
+        try:
+            vector = _unit_vector(await asyncio.wait_for(self._post(text), self._timeout_s))
+        except _FAILURES:
+            pass
+        except asyncio.CancelledError:
+            self._breaker = self._breaker.left(time.monotonic(), now_s)
+            raise
+        self._breaker = self._breaker.after(vector is not None, time.monotonic(), _BREAKER, now_s)
+        return vector
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, text: str) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT))
+        body = orjson.dumps({"model": self._model, "input": text, "encoding_format": "float"})
+        headers = {"content-type": "application/json"}
+        if api_key := self._api_key():
+            headers["authorization"] = f"Bearer {api_key}"
+        # A redirect would send the text and the key to an address that is not configured.
+        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > MAX_RESPONSE_BYTES:
+                    raise ValueError(f"more than {MAX_RESPONSE_BYTES} bytes")
+            return bytes(received)
+
+
+Embeddings = OwnEmbeddings | EmbeddingsClient
 
 
 def configured(
@@ -203,11 +273,8 @@ def configured(
     encoding: Encoding | None = None,
     pool: Callable[[str], str] | None = None,
 ) -> SemanticCache | None:
-    """Return the cache that the settings describe, None without a model.
-
-    encoding, pool: serve the model where no URL is set; return the pool of a model of this gateway, or raise.
-    Raises: InvalidArgument that names the variable.
-    """
+    """Return the cache that the settings describe, None without a model. encoding, pool: serve the model where no URL
+    is set; ``pool`` returns the pool of a model, or raises."""
     if not settings.semantic_model:
         return None
     model, timeout_s = settings.semantic_model, settings.semantic_timeout_s
@@ -256,3 +323,13 @@ def cache_scope(request: GenerationRequest, tenant: str, engine: str) -> tuple[s
     *earlier, last = request.messages
     rest = dataclasses.replace(request, messages=(*earlier, {**last, "content": ""}))
     return request_key(rest, tenant, engine), last["content"]
+
+
+def _unit_vector(body: bytes) -> np.ndarray:
+    """Return the embedding of an endpoint's response, scaled to length 1. Raises: ValueError, LookupError or TypeError
+    for a response that holds no usable embedding."""
+    vector = np.asarray(orjson.loads(body)["data"][0]["embedding"], np.float32)
+    length = float(np.linalg.norm(vector)) if vector.ndim == 1 else 0.0
+    if not 0.0 < length < float("inf"):
+        raise ValueError("embedding: must be a list of finite numbers, not all zero")
+    return vector / length

@@ -81,7 +81,10 @@ class Level:
         return [*self.limits.quotas, *(quota for scope in self.scopes for quota in scope.limits.quotas)]
 
 
-def applying(levels: Sequence[Level], model: str, endpoint: str) -> tuple[Level, ...]:
+Levels = Sequence[Level]  # of one request: organisation, team and key
+
+
+def applying(levels: Levels, model: str, endpoint: str) -> tuple[Level, ...]:
     """Return the levels of a request, and one for each scope of theirs that it is in."""
     pairs = [(level.name, scope) for level in levels for scope in level.scopes if scope.covers(model, endpoint)]
     return (*levels, *(Level(name + scope.name, scope.limits) for name, scope in pairs))

@@ -60,8 +60,5 @@ class Audit:
     def _write(self, line: bytes) -> None:
         """Append in one call, so that lines of several processes stay whole; a file that was moved is made anew."""
         if self._path is not None:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(file, line)
-            finally:
-                os.close(file)
+            with open(self._path, "ab", 0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(line)

@@ -13,9 +13,8 @@ from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.identity.audit import Audit
-from gateway.identity.key_store import FileDocuments, RedisDocuments
 from gateway.identity.principal import Principal, of_tenant
-from gateway.identity.stored_keys import StoredKeys
+from gateway.identity.stored_keys import FileDocuments, RedisDocuments, StoredKeys
 from gateway.identity.tokens import Tokens
 
 
@@ -51,10 +50,8 @@ class Authentication:
             await self.stored.close()
 
     async def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant of a request with these headers, keys in lower case.
-
-        Raises: Unauthenticated, PermissionDenied for who has a role and no team, Unavailable.
-        """
+        """Return the tenant of a request with these headers, keys in lower case. Raises: Unauthenticated,
+        PermissionDenied for who has a role and no team, Unavailable."""
         bearer = bearer_token(headers.get("authorization", ""))
         if self.hook is None and self.stored is None and not self._tokens.takes(bearer):
             return self._configuration.tenant(bearer)

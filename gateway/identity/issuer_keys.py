@@ -16,6 +16,7 @@ import orjson
 from joserfc import jwk, jws
 from joserfc.errors import JoseError
 
+from contract.background import Background
 from contract.errors import InvalidArgument, Unavailable
 from gateway.config.identity import IdentityRules, IssuerRules
 
@@ -29,10 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class IssuerKeys:
-    """The keys of an issuer. ``start`` and ``close`` it on the loop that serves.
-
-    name: of the issuer in the file. identity: the times of the section.
-    """
+    """The keys of an issuer. ``start`` and ``close`` it on the loop that serves. identity: the times of the section."""
 
     def __init__(self, name: str, rules: IssuerRules, identity: IdentityRules) -> None:
         self.name, self.rules, self.identity = name, rules, identity
@@ -41,24 +39,19 @@ class IssuerKeys:
         self._refetched_s = -math.inf  # when they were last read for an unknown id
         self._problem = ""
         self._document: Any = None  # with the keys
+        self._tasks = Background()
         self._reading: asyncio.Task[None] | None = None
-        self._refreshing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._read()
-        self._refreshing = asyncio.create_task(self._refresh())
+        self._tasks.start(self._refresh())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._refreshing, self._reading) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def key(self, kid: str | None, algorithm: str) -> jwk.Key | None:
-        """Return the key of an id, None if the issuer has none; ``kid`` None: its only key for the algorithm.
-
-        Raises: Unavailable while there are no keys that may be used.
-        """
+        """Return the key of an id, None if the issuer has none; ``kid`` None: its only key for the algorithm. Raises:
+        Unavailable while there are no keys that may be used."""
         found = self._find(kid, algorithm)
         if found is None and self._reading is not None and not self._reading.done():
             await asyncio.wait([self._reading])  # all who wait share one reading, which no caller can cancel
@@ -81,7 +74,7 @@ class IssuerKeys:
     def _read(self) -> asyncio.Task[None]:
         """Start reading the keys, where that has not begun."""
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._take())
+            self._reading = self._tasks.start(self._take())
         return self._reading
 
     async def _refresh(self) -> None:
@@ -124,10 +117,8 @@ class IssuerKeys:
                 place = rules.issuer.rstrip("/") + DISCOVERY
                 document = await _get(session, place)
                 url = document.get("jwks_uri")
-                if document.get("issuer") != rules.issuer:
-                    raise InvalidArgument(
-                        place, f"must be of issuer {rules.issuer}, got {document.get('issuer')!r:.200}"
-                    )
+                if (issuer := document.get("issuer")) != rules.issuer:
+                    raise InvalidArgument(place, f"must be of issuer {rules.issuer}, got {issuer!r:.200}")
                 allowed = ("https://",) if rules.issuer.startswith("https") else ("https://", "http://")
                 if not isinstance(url, str) or not url.startswith(allowed):
                     raise InvalidArgument(f"{place}: jwks_uri", f"must be {'… or '.join(allowed)}…, got {url!r:.200}")
@@ -160,10 +151,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
 
 
 def imported(document: Any, place: str) -> tuple[jwk.Key, ...]:
-    """Return the keys of a JSON Web Key Set that can check signatures; others are left out, since sets have them.
-
-    Raises: InvalidArgument if there is none.
-    """
+    """Return the keys of a JSON Web Key Set that can check signatures. Raises: InvalidArgument if there is none."""
     listed = document.get("keys") if isinstance(document, dict) else None
     found: list[jwk.Key] = []
     for entry in listed if isinstance(listed, list) else []:
@@ -176,7 +164,6 @@ def imported(document: Any, place: str) -> tuple[jwk.Key, ...]:
         with contextlib.suppress(JoseError, ValueError, TypeError, KeyError, OverflowError):
             found.append(jwk.import_key({name: entry[name] for name in entry if name not in ("x5c", "x5u")}))
     if not found:
-        raise InvalidArgument(
-            place, "must have a public key for signatures, of type RSA (2048 bits or more), EC or OKP"
-        )
+        problem = "must have a public key for signatures, of type RSA (2048 bits or more), EC or OKP"
+        raise InvalidArgument(place, problem)
     return tuple(found)

@@ -15,10 +15,9 @@ Role = Literal["caller", "tenant_admin", "operator"]
 class Principal:
     """Who sent a request.
 
-    role: ``operator`` may do everything under /admin/, ``tenant_admin`` manages ``administers``.
+    role: ``operator`` may do everything under /admin/, ``tenant_admin`` manages ``administers`` and all below it.
     name: for the audit log, such as ``key acme/research/alice``; never a secret.
     tenant: that is charged; None for an operator who is no caller.
-    administers: the level that a tenant admin manages with all below it, ``acme`` or ``acme/research``; else "".
     """
 
     role: Role

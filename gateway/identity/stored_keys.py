@@ -1,4 +1,8 @@
-"""API keys that are made, rotated and revoked while the gateway runs. Only their hashes are kept."""
+"""API keys that are made, rotated and revoked while the gateway runs. Only their hashes are kept.
+
+They are in a SQLite file, or in the Redis that gateways share: documents by name, read and written whole; one that was
+never written is empty. All raise Unavailable.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import orjson
 
+from contract.background import Background
 from contract.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
+from gateway.admission.shared_state import SharedState
 from gateway.config.identity import level_name
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import digest, new_key
-from gateway.identity.key_store import FileDocuments, RedisDocuments
+from gateway.database import Database
 from gateway.identity.principal import Principal, Role
 
 POLL_S = 0.4  # a key that is revoked is refused everywhere within a second
@@ -26,6 +33,56 @@ MAX_KEYS = 10_000
 KeyRole = Literal["caller", "team_admin", "org_admin", "operator"]
 Result = TypeVar("Result")
 _LOG = logging.getLogger(__name__)
+Change = Callable[[bytes], tuple[bytes, Result]]  # from a document to another one, and what to return
+_SCHEMA = "CREATE TABLE documents (name TEXT PRIMARY KEY, body BLOB NOT NULL)"
+
+
+class FileDocuments(Database):
+    """Documents in a SQLite file, for the processes of one machine. Raises: InvalidArgument if it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "database of keys", _SCHEMA, 1)
+
+    async def read(self, name: str) -> bytes:
+        return await asyncio.to_thread(self._changed, name, None)
+
+    async def change(self, name: str, change: Change[Result]) -> Result:
+        """Write what ``change`` makes of a document, as if no other process wrote. It may be called several times."""
+        return await asyncio.to_thread(self._changed, name, change)
+
+    def _changed(self, name: str, change: Change[Any] | None) -> Any:
+        with self._transaction() as db:
+            body = (db.execute("SELECT body FROM documents WHERE name = ?", (name,)).fetchone() or (b"",))[0]
+            if change is None:
+                return body
+            made, result = change(body)
+            db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, made))
+        return result
+
+
+class RedisDocuments:
+    """Documents in Redis; see FileDocuments. state: belongs to the caller, who closes it."""
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+
+    async def read(self, name: str) -> bytes:
+        return await self._state.call(lambda: self._state.redis.get(f"trident:{{identity}}:{name}")) or b""
+
+    async def change(self, name: str, change: Change[Result]) -> Result:
+        key = f"trident:{{identity}}:{name}"
+
+        async def run(pipe: Any) -> Result:
+            made, result = change(await pipe.get(key) or b"")
+            pipe.multi()
+            pipe.set(key, made)
+            return result
+
+        made: Result = await self._state.call(lambda: self._state.redis.transaction(run, key, value_from_callable=True))
+        return made
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -53,10 +110,8 @@ class StoredKey:
 
 
 class StoredKeys:
-    """The keys in ``documents``. ``start`` and ``close`` it on the loop that serves.
-
-    member: finds the tenant of organisation, team and key; None for an unknown team.
-    """
+    """The keys in ``documents``. ``start`` and ``close`` it on the loop that serves. member: finds the tenant of
+    organisation, team and key; None for an unknown team."""
 
     def __init__(
         self,
@@ -73,16 +128,15 @@ class StoredKeys:
         self._ids: set[str] = set()  # of all keys, also of revoked ones
         self._used: dict[str, float] = {}  # not yet written
         self._written_s = 0.0
-        self._polling: asyncio.Task[None] | None = None
+        self._polling = Background()
 
     async def start(self) -> None:
         await self._step()
-        self._polling = asyncio.create_task(self._poll())
+        self._polling.start(self._poll())
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
+        if len(self._polling):
+            await self._polling.cancel()
             self._written_s = 0.0
             await self._step()
         self._documents.close()
@@ -118,8 +172,7 @@ class StoredKeys:
         """Make a key; return it as in the list, and the key itself, which is kept nowhere, as ``key``.
 
         role: None for another key of a name that has one: that holds for ``overlap_s`` more, and gives role and
-        duration where ``lasts_s`` is None.
-        Raises: InvalidArgument, NotFound.
+        duration where ``lasts_s`` is None. Raises: InvalidArgument, NotFound.
         """
         parts = name.split("/")
         if len(parts) != 3 or not all(map(level_name, parts)):

@@ -17,6 +17,7 @@ from joserfc import jws
 from joserfc.errors import ExpiredTokenError, JoseError
 from joserfc.jwt import JWTClaimsRegistry
 
+from contract.background import Background
 from contract.errors import PermissionDenied, Unauthenticated
 from gateway.config.identity import IdentityRules, IssuerRules, level_name
 from gateway.config.tenant import Tenant
@@ -52,7 +53,7 @@ class Tokens:
         self._kept: TLRUCache[bytes, tuple[float, IssuerKeys, Any, Principal]]
         self._kept = TLRUCache(MAX_KEPT, lambda key, kept, now_s: kept[0], timer=clock)
         self._logged: TTLCache[str, bool] = TTLCache(100, LOG_EVERY_S)
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._stopping = Background()
 
     def change(self, rules: IdentityRules) -> None:
         """Take other rules, and find the tenants of all tokens again. Keys of an issuer that did not change stay."""
@@ -66,20 +67,19 @@ class Tokens:
             else:
                 self._issuers[issuer.issuer] = made = IssuerKeys(name, issuer, rules)
                 made.start()
-        self._stopping.update(asyncio.create_task(gone.close()) for gone in old.values())
+        for gone in old.values():
+            self._stopping.start(gone.close())
 
     async def close(self) -> None:
-        await asyncio.gather(*(keys.close() for keys in self._issuers.values()), *self._stopping)
+        await asyncio.gather(*(keys.close() for keys in self._issuers.values()), self._stopping.done())
 
     def takes(self, bearer: str) -> bool:
         """Return whether a bearer token looks like one of an issuer, and there are issuers."""
         return bool(self._issuers) and bearer.startswith("eyJ") and bearer.count(".") == 2
 
     async def principal(self, token: str) -> Principal:
-        """Return whose a token is.
-
-        Raises: Unauthenticated for a token that is not valid, PermissionDenied for one of no tenant, Unavailable.
-        """
+        """Return whose a token is. Raises: Unauthenticated for one that is not valid, PermissionDenied for one of no
+        tenant, Unavailable."""
         place = hashlib.sha256(token.encode(errors="surrogatepass")).digest()
         known = self._kept.get(place)
         if known is not None and known[2] is known[1].keys:  # else the issuer has changed its keys

@@ -13,10 +13,8 @@ INPUT_NAME = re.compile(rf"{_NAME}(\[\d{{1,9}}\]| \({_NAME}\))?")
 
 
 def from_backend(error: TridentError) -> TridentError:
-    """Return the error of a replica's or an upstream's stream, marked internal unless it is about the request.
-
-    Unauthenticated and PermissionDenied become Unavailable: they are about the gateway, not about its client.
-    """
+    """Return the error of a stream, marked internal unless it is about the request. Unauthenticated and
+    PermissionDenied become Unavailable: they are about the gateway, not about its client."""
     if error.internal or is_about_the_request(error):
         return error
     if isinstance(error, Unauthenticated | PermissionDenied):

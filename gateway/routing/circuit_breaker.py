@@ -1,9 +1,5 @@
-"""The circuit breaker of a replica or upstream. Pure.
-
-Probes take a replica out after three failures and bring it back after two successes (``replica_set.replica``). A deep
-probe generates one greedy token and compares its digest, so that a replica that generates wrong tokens is taken
-out too. The breaker observes real requests and reacts at once where probes need half a minute.
-"""
+"""The circuit breaker of a replica or upstream: it observes real requests and reacts at once where probes
+(``replica_set.replica``) need half a minute. Pure."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ class BreakerPolicy:
 
 @dataclass(frozen=True)
 class Breaker:
-    """An immutable breaker.
-
-    until_s: end of the pause during which it allows no request; half open: when the trial was sent.
-    """
+    """A breaker. until_s: end of the pause in which it allows no request; half open: when the trial was sent."""
 
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
@@ -64,14 +57,14 @@ class Breaker:
         return self
 
     def began(self, policy: BreakerPolicy, sent_s: float) -> Breaker:
-        """Return the breaker after the first tokens of a request: those of the trial, which may last for minutes, close
-        it, and the next failure opens it as that of a trial would. sent_s: see ``after``."""
+        """Return the breaker after the first tokens of a request. Those of the trial, which may last for minutes, close
+        it; the next failure opens it as that of a trial would."""
         if self.state is BreakerState.HALF_OPEN and sent_s >= self.until_s:
             return Breaker(BreakerState.CLOSED, policy.failures - 1, self.pause_s)
         return self
 
     def left(self, now_s: float, sent_s: float = math.inf) -> Breaker:
-        """Return the breaker after an inconclusive request: another trial is allowed. sent_s: see ``after``."""
+        """Return the breaker after an inconclusive request: another trial is allowed."""
         if self.state is BreakerState.HALF_OPEN and sent_s >= self.until_s:
             return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
         return self
@@ -95,7 +88,7 @@ class Breaker:
         if self.state is BreakerState.OPEN or (self.state is BreakerState.HALF_OPEN and sent_s < self.until_s):
             return self  # the request began before the breaker opened, and is no trial
         if ok:
-            return _NO_FAILURE
+            return Breaker()
         failures = self.failures + 1
         if self.state is BreakerState.CLOSED and failures < policy.failures:
             return Breaker(BreakerState.CLOSED, failures, self.pause_s)
@@ -103,14 +96,9 @@ class Breaker:
         return Breaker(BreakerState.OPEN, failures, pause_s, now_s + pause_s)
 
 
-_NO_FAILURE = Breaker()
-
-
 def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:
-    """Return whether the end of a request is a failure of its replica: True, False, or None if inconclusive.
-
-    A refusal is no failure: a replica that is full, or rejects a request, works. A deadline of a millisecond or a
-    cancellation is inconclusive, so that one client cannot open the breaker for all.
+    """Return whether the end of a request is a failure of its replica, which a refusal is not; None if inconclusive: a
+    deadline of a millisecond or a cancellation, so that one client cannot open the breaker for all.
 
     silent_s: seconds without a response; 0 after the first one.
     """

@@ -46,8 +46,7 @@ class PrefixCache:
             self._blocks.popitem(last=False)
 
     def reported(self, expected: float, fraction: float) -> None:
-        """Learn how much the replica keeps. expected, fraction: the cached part of a prompt, as believed and as
-        reported."""
+        """Learn how much the replica keeps: the part of a prompt expected in its cache, and the reported fraction."""
         if fraction < 0.5 * expected:
             self._most = max(_LEAST, min(self._most, len(self._blocks)) * 4 // 5)
         elif expected:

@@ -54,8 +54,7 @@ Entry = tuple[str, Registration, float]  # name, what, and when, on the machine'
 class Registrations:
     """The registered replicas of all pools, one at each address. Call ``check`` every second.
 
-    joined, left: called with pool and address when a replica begins and ceases to be one that gets requests, before
-    ``put`` and ``withdraw`` return.
+    joined, left: called with pool and address when a replica begins and ceases to get requests.
     """
 
     def __init__(self, joined: Callable[[str, str], None], left: Callable[[str, str], None]) -> None:
@@ -101,10 +100,8 @@ class Registrations:
                 self._forget(address, f"no beat for {now_s - at_s:.1f} s")
 
     def replicas(self, pool: str, listed: Iterable[str]) -> set[str]:
-        """Return the addresses of a pool's replicas that get requests.
-
-        listed: by another source; those that are registered otherwise are left out.
-        """
+        """Return the addresses of a pool's replicas that get requests. listed: by another source, of which those that
+        are registered otherwise are left out."""
         entries = [known for _, known, _ in self._entries.values()]
         ready = {known.address for known in entries if known.pool == pool and known.state == "ready"}
         return set(listed) - self._entries.keys() | ready

@@ -41,10 +41,8 @@ class ReplicaMetrics:
 
 
 def read(text: str) -> ReplicaMetrics:
-    """Read the load from one scrape.
-
-    Raises ValueError for text that is not Prometheus' format, and for values out of range.
-    """
+    """Read the load from one scrape. Raises ValueError for text that is not Prometheus' format, and for values out of
+    range."""
     names = (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS, step_model.METRIC, packed_delta.METRIC)
     metrics = prometheus.parse(text, names)
     engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})

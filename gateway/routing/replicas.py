@@ -1,7 +1,7 @@
 """The pools of replicas behind the gateway: discovered, probed, measured, picked and accounted for.
 
-A pool is a ReplicaSet with a name. A request's work is reserved at a replica when it is sent and released when it
-ends, so that the next pick sees what this process has in progress; the metrics tell what all others have.
+A request's work is reserved at a replica from when it is sent to its end, so that the next pick sees what this process
+has in progress; the metrics tell what all others have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import aiohttp
 import grpc.aio
@@ -27,7 +26,7 @@ from clients.replica_set.picks import RoutingRequest
 from clients.replica_set.replica import HealthPolicy, Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import encoder_call, infer_request, protobuf
-from clients.wire.connection import DEFAULT_MODEL, TLS, Connection
+from clients.wire.connection import DEFAULT_MODEL, Connection
 from clients.wire.encoder_call import Rows
 from clients.wire.failures import RetryHint
 from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
@@ -60,34 +59,21 @@ class RoutedReplica(Replica):
 
     takes_priority: whether the engine orders its queue by ``request_priority``.
     slots: requests that it can run at once, from the last metrics that could be read; 0 before any.
-    prefixes: the prompts in its prefix cache.
     others: requests that others have there. own_requests: the most that this process had since the last metrics.
-    on_call: called at the end of every call with the pool, the error and blames_replica. on_open: called with the URL
-        when the breaker opens.
     tokens: that this process relayed from it.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
     probed: the latest probe succeeded; after a failed one requests do not count for its health, as they see less.
     """
 
-    def __init__(
-        self, url: str, pool: str, metrics_url: str, tls: TLS | None, health: HealthPolicy, breaker: BreakerPolicy
-    ) -> None:
-        super().__init__(Connection(url, tls), health)
-        self.pool, self.metrics_url = pool, metrics_url
+    def __init__(self, url: str, pool: str, pools: Replicas) -> None:
+        super().__init__(Connection(url, pools.settings.replica_tls), pools.health_policy)
+        self.pool, self._pools, self.metrics_url = pool, pools, pools.metrics_url(url)
         self.breaker = Breaker()
         self.metrics = ReplicaMetrics()
-        self.takes_priority = False
-        self.deep_digest = ""
-        self.slots = 0
+        self.takes_priority, self.deep_digest, self.probed = False, "", True
         self.others = OthersLoad()
         self.prefixes = PrefixCache()
-        self.own_requests = 0
-        self.probing = 0
-        self.probed = True
-        self.tokens = 0
-        self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
-        self.on_open: Callable[[str], None] = lambda url: None
-        self.breaker_policy = breaker
+        self.slots = self.own_requests = self.probing = self.tokens = 0
 
     def candidate(self, now_s: float) -> Candidate:
         metrics = self.metrics
@@ -112,10 +98,6 @@ class RoutedReplica(Replica):
 
     def sent(self) -> None:
         self.breaker = self.breaker.sent(time.monotonic())
-        self.count_own()
-
-    def count_own(self) -> None:
-        """Take note that this process has one more request there."""
         self.own_requests = max(self.own_requests, self.own)
 
     def observe(self, ok: bool) -> None:
@@ -125,9 +107,9 @@ class RoutedReplica(Replica):
             self.prefixes, self.metrics = PrefixCache(), ReplicaMetrics()
 
     def ended(self, error: TridentError | None, silent_s: float, sent_s: float = math.inf) -> None:
-        self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
+        self._pools.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
         before, now_s = self.breaker.state, time.monotonic()
-        self.breaker = self.breaker.over(error, silent_s, now_s, self.breaker_policy, sent_s)
+        self.breaker = self.breaker.over(error, silent_s, now_s, self._pools.breaker_policy, sent_s)
         if isinstance(error, Unavailable):
             self.observe(False)  # as a failed probe
         elif error is None and self.health.healthy and self.probed:
@@ -136,7 +118,7 @@ class RoutedReplica(Replica):
         opened = self.breaker.state is BreakerState.OPEN and not self.breaker.allows(now_s)
         if opened and before is not BreakerState.OPEN:
             _LOG.warning("replica %s: the breaker opens for %g s after: %s", self.url, self.breaker.pause_s, error)
-            self.on_open(self.url)
+            self._pools.on_open(self.url)
 
     def ready(self, now_s: float) -> bool:
         return bool(self.health.healthy) and self.breaker.allows(now_s)
@@ -153,10 +135,8 @@ class RoutedReplica(Replica):
         return infer_request.with_parameter(payload, PARAMETER, priority)
 
     def read_metrics(self, metrics: ReplicaMetrics, own: float) -> None:
-        """Take over the latest metrics. A step counter that has moved is progress.
-
-        own: requests of this process there when the metrics were made.
-        """
+        """Take over the latest metrics; a step counter that has moved is progress. own: requests of this process there
+        when they were made."""
         if 0 < self.metrics.steps != metrics.steps > 0:
             self.progress_s = time.monotonic()
         self.metrics = metrics
@@ -178,23 +158,25 @@ class Failover(RetrySchedule):
 
 
 class Replicas:
-    """All pools. Make it on the loop that uses it; ``start`` looks for the replicas and probes each once."""
+    """All pools. Make it on the loop that uses it; ``start`` looks for the replicas and probes each once.
 
-    def __init__(self, settings: Settings, rng: random.Random | None = None, sources: dict | None = None) -> None:
-        self._settings = settings
+    on_call: called at the end of every call with the pool, the error and blames_replica. on_open: with the URL of a
+    replica whose breaker opens.
+    """
+
+    def __init__(self, settings: Settings, rng: random.Random | None = None) -> None:
+        self.settings = settings
         self._addresses: dict[str, str] = dict(settings.pools)
         self._rng = rng or random.Random()
-        self._health = HealthPolicy(interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s)
-        self._breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
+        self.health_policy = HealthPolicy(interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s)
+        self.breaker_policy = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
         pick = None if settings.routing == SCORED else picks.BY_NAME[settings.routing]
         self._router = Router(pick=pick, slow_start_s=settings.slow_start_s)
         self._budget = RetryBudget(reserve=100.0)  # a replica that fails does so for all its requests
         self.registrations = Registrations(self._joined, self._left)
-        found = sources or {pool: self._source(pool, where) for pool, where in self._addresses.items()}
-        self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
+        self._sets = {pool: self._set(pool, self._source(pool, where)) for pool, where in self._addresses.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
-        self._weights = settings.weights
-        self.public = _drawn(settings.weights)  # weights of the pools of requests that are not pinned
+        self._weights: Mapping[str, float] = settings.weights
         self._groups: Mapping[str, Sequence[str]] = {}
         self.releases: Mapping[str, ReleaseRules] = {}  # whose candidates take a part of a pool's requests
         self._http: aiohttp.ClientSession | None = None
@@ -207,26 +189,19 @@ class Replicas:
         self.held: Mapping[str, float] = {}  # seconds that requests wait for a replica where there is none, by pool
 
     def _set(self, pool: str, discovery: Discovery) -> ReplicaSet[RoutedReplica]:
-        settings = self._settings
+        metrics = Check(self._read_metrics, self.settings.metrics_interval_s)
+        checks = (Check(self._probe, self.health_policy.interval_s), metrics)
+        return ReplicaSet(discovery, lambda url: RoutedReplica(url, pool, self), checks, rng=self._rng, name=pool)
 
-        def make(url: str) -> RoutedReplica:
-            metrics_url = self._metrics_url(url)
-            replica = RoutedReplica(url, pool, metrics_url, settings.replica_tls, self._health, self._breaker)
-            replica.on_call, replica.on_open = self.on_call, self.on_open
-            return replica
-
-        checks = (Check(self._probe, self._health.interval_s), Check(self._read_metrics, settings.metrics_interval_s))
-        return ReplicaSet(discovery, make, checks, rng=self._rng, name=pool)
-
-    def _metrics_url(self, url: str) -> str:
-        return self.registrations.metrics_url(url) or self._settings.metrics_url(url)
+    def metrics_url(self, url: str) -> str:
+        return self.registrations.metrics_url(url) or self.settings.metrics_url(url)
 
     def _source(self, pool: str, where: str) -> Discovery:
         return Registered(replica_source(where), self.registrations, pool)
 
     def _joined(self, pool: str, url: str) -> None:
         if url in (known := self._replicas_of(pool)):
-            known[url].metrics_url = self._metrics_url(url)
+            known[url].metrics_url = self.metrics_url(url)
         elif pool in self._sets:
             self._sets[pool].add(url)
 
@@ -236,7 +211,7 @@ class Replicas:
 
     async def start(self) -> None:
         """Discover the replicas of every pool once; discovery goes on where it failed."""
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self._settings.probe_timeout_s))
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.settings.probe_timeout_s))
         await asyncio.gather(*(self._found(pool) for pool in self._sets.values()))
 
     async def _found(self, pool: ReplicaSet[RoutedReplica]) -> None:
@@ -244,17 +219,13 @@ class Replicas:
             await pool.found()
 
     def change(
-        self,
-        addresses: Mapping[str, str],
-        weights: Mapping[str, float],
-        groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        self, addresses: Mapping[str, str], weights: Mapping[str, float], groups: Mapping[str, Sequence[str]]
     ) -> None:
-        """Replace the pools and their weights. Requests in progress are not touched.
+        """Replace the pools: the source of each one's replicas, and their weights. Requests in progress stay.
 
-        addresses: the source of each pool's replicas. weights: share of each.
         groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
         """
-        self._weights, self._groups, self.public = dict(weights), groups, _drawn(weights)
+        self._weights, self._groups = dict(weights), groups
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
             retired.retire()
@@ -262,12 +233,13 @@ class Replicas:
         for pool, where in addresses.items():
             if self._addresses.get(pool) == where:
                 continue
+            source = self._source(pool, where)
             if pool in self._sets:
-                self._sets[pool].change(self._source(pool, where))
+                self._sets[pool].change(source)
                 continue
-            self._sets[pool] = added = self._set(pool, self._source(pool, where))
+            self._sets[pool] = self._set(pool, source)
             if self._http is not None:  # started
-                added.start()
+                self._sets[pool].start()
         self._addresses = dict(addresses)
 
     async def close(self) -> None:
@@ -289,11 +261,16 @@ class Replicas:
     def pools(self) -> tuple[str, ...]:
         return tuple(self._sets)
 
+    @property
+    def public(self) -> dict[str, float]:
+        """The weights of the pools of requests that are not pinned."""
+        return {pool: weight for pool, weight in self._weights.items() if weight > 0}
+
     def suspect(self, url: str) -> None:
         """Take note that the breaker of a replica has opened in another process."""
         for replica in self.all():
             if replica.url == url:
-                replica.breaker = replica.breaker.suspected(self._breaker)
+                replica.breaker = replica.breaker.suspected(self.breaker_policy)
 
     def ready_in(self, pool: str) -> list[RoutedReplica]:
         """Return the replicas of one pool that may get requests now."""
@@ -305,8 +282,8 @@ class Replicas:
         return await self._sets[pool].joined(timeout_s)
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-        """The pool of a request; see ``routing.choose_pool``. One that is pinned but not configured any more is told by
-        the pick, when an overflow target can still take over. without: not that one, if another public one is fit."""
+        """Return the pool of a request; see ``scoring.choose_pool``. One that is pinned but not configured any more is
+        told by the pick, when an overflow target can still take over. without: not that one, if another is fit."""
         shares = self._shares(pinned)
         if pinned in shares or not shares:
             return self._released(pinned, session, without)
@@ -331,12 +308,6 @@ class Replicas:
             for rules in self.releases.values()
         )
 
-    def _with_candidates(self, pinned: str) -> set[str]:
-        """Return the pools that a request may go to, with the candidates of their releases."""
-        pools = set(self._shares(pinned))
-        released = self.releases.values()
-        return pools | {rules.candidate for rules in released if rules.served_share and rules.stable in pools}
-
     def _shares(self, pinned: str) -> Mapping[str, float]:
         """Return the pools that a request may go to, with their shares: its group's, its own, or the public ones."""
         if pinned not in self._groups:
@@ -347,9 +318,7 @@ class Replicas:
     def capacity(self, pool: str, others: float | None = None) -> Capacity:
         """Return what this process may have at the replicas of a pool. One that does not report its slots counts as
         the mean of the others. A pool without a ready replica admits all requests, which routing refuses at once, or
-        none, where they are held.
-
-        others: requests of others there; None for those that the replicas' metrics tell."""
+        none, where they are held. others: requests of others there; None for those that the metrics tell."""
         fit = self.ready_in(pool)
         if not fit and pool in self.held:
             return Capacity(0, 0, hold_s=self.held[pool])
@@ -374,7 +343,8 @@ class Replicas:
 
     def engine(self, pinned: str = "", several: str = "") -> str:
         """Return the hash of the engine of the pool, or ``several`` while its ready replicas report different ones."""
-        pools = self._with_candidates(pinned)
+        pools = set(self._shares(pinned))
+        pools |= {rules.candidate for rules in self.releases.values() if rules.served_share and rules.stable in pools}
         hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
         return several if len(hashes) > 1 else "".join(hashes)
 
@@ -387,11 +357,8 @@ class Replicas:
         payload: bytes = b"",
         tried: frozenset[str] = frozenset(),
     ) -> Route:
-        """Return the route of one request.
-
-        payload: the ModelInferRequest to send in place of one made from ``request``.
-        tried: URLs of replicas that are picked only where no other is ready.
-        """
+        """Return the route of one request. payload: the ModelInferRequest to send in place of one made from
+        ``request``. tried: URLs of replicas that are picked only where no other is ready."""
         self._turn += 1
         prefix = costs.prefix(request)
         routing = RoutingRequest(self._turn, session, prefix if len(prefix) >= SHORTEST_PREFIX else "", tried)
@@ -421,16 +388,10 @@ class Replicas:
         return Failover(FAILOVER, self._budget, self._rng)
 
     def choose(
-        self,
-        request: RoutingRequest,
-        pinned: str,
-        explanation: Explanation | None = None,
-        blocks: Sequence[bytes] = (),
+        self, request: RoutingRequest, pinned: str, explanation: Explanation | None = None, blocks: Sequence[bytes] = ()
     ) -> RoutedReplica:
-        """Pick a replica. Fill in ``explanation`` if there is one. Raises Unavailable if no replica is ready.
-
-        blocks: of the prompt, for prefix affinity.
-        """
+        """Pick a replica; fill in ``explanation``. blocks: of the prompt, for prefix affinity. Raises Unavailable if
+        no replica is ready."""
         if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
         now_s = time.monotonic()
@@ -476,18 +437,15 @@ class Replicas:
         fit = (replica for pool in self._shares(pinned) for replica in self.ready_in(pool))
         return tuple(sorted({name for replica in fit for name in replica.metrics.adapters}))
 
-    def has_other(self, pool: str, group: str = "") -> bool:
-        """Whether another pool than this one, of ``group`` or public, has a fit replica."""
-        return any(other != pool and self.ready_in(other) for other in self._shares(group))
-
     async def _probe(self, replica: RoutedReplica) -> None:
-        digest, began_s = "", time.monotonic()
+        digest, began_s, timeout_s = "", time.monotonic(), self.health_policy.timeout_s
+        model, probe = self.model, self._deep_probe
+        if replica.pool in self.encoders:
+            model, probe = encoder.MODEL, self._encoder_probe
         try:
-            encodes = replica.pool in self.encoders
-            model = encoder.MODEL if encodes else self.model
-            ok = await replica.channel.model_ready(model, self._health.timeout_s)
-            if ok and self._settings.deep_probes:
-                digest = await (self._encoder_probe(replica) if encodes else self.deep_probe(replica))
+            ok = await replica.channel.model_ready(model, timeout_s)
+            if ok and self.settings.deep_probes:  # which wait behind real requests
+                digest = await probe(replica, f"probe-{self._rng.getrandbits(64):016x}", max(timeout_s, SILENCE_S))
         except TridentError as error:
             # A probe that waits behind real requests, at a replica that serves them, is no failure.
             ok = isinstance(error, DeadlineExceeded) and replica.progress_s > began_s
@@ -496,19 +454,11 @@ class Replicas:
         replica.deep_digest, replica.probed = digest, ok
         replica.observe(ok)
 
-    async def deep_probe(self, replica: RoutedReplica) -> str:
-        """Return the digest of one greedy token generated there.
-
-        Raises TridentError if there is none, EngineFailed if it is not the expected one.
-        """
-        timeout_s = max(self._health.timeout_s, SILENCE_S)  # it waits behind real requests
-        request = GenerationRequest(
-            text_input=self._settings.deep_prompt,
-            max_tokens=1,
-            sampling=SamplingParams(temperature=0.0),
-            timeout_s=timeout_s,
-            request_id=f"probe-{self._rng.getrandbits(64):016x}",
-        )
+    async def _deep_probe(self, replica: RoutedReplica, request_id: str, timeout_s: float) -> str:
+        """Return the digest of one greedy token generated there. Raises TridentError, EngineFailed if it is not the
+        expected one."""
+        prompt, greedy = self.settings.deep_prompt, SamplingParams(temperature=0.0)
+        request = GenerationRequest(prompt, max_tokens=1, sampling=greedy, timeout_s=timeout_s, request_id=request_id)
 
         def send(request: GenerationRequest, remaining_s: float) -> grpc.aio.UnaryStreamCall:
             # With the highest priority, or a busy replica would fail its probes.
@@ -517,23 +467,22 @@ class Replicas:
 
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         replica.probing += 1
-        replica.count_own()
+        replica.own_requests = max(replica.own_requests, replica.own)
         try:
             completion = await TokenStream(SingleRoute(replica.url, send), request, schedule).complete()
         finally:
             replica.probing -= 1
         digest = token_digest(completion.token_ids)
-        expected = self._settings.deep_sha256
+        expected = self.settings.deep_sha256
         if expected and digest != expected:
             raise EngineFailed(f"{replica.url}: deep probe mismatch: expected {expected}, got {digest}")
         return digest
 
-    async def _encoder_probe(self, replica: RoutedReplica) -> str:
+    async def _encoder_probe(self, replica: RoutedReplica, request_id: str, timeout_s: float) -> str:
         """Return the digest of the score of one pair, which every encoder computes. Raises TridentError."""
-        prompt = (self._settings.deep_prompt,)
-        timeout_s = max(self._health.timeout_s, SILENCE_S)  # it waits behind real requests
-        probe = encoder_call.call(Rows(prompt, prompt), f"probe-{self._rng.getrandbits(64):016x}")
-        encoded = encoder_call.read(await replica.channel.call(probe, timeout_s))
+        prompt = (self.settings.deep_prompt,)
+        call = encoder_call.call(Rows(prompt, prompt), request_id)
+        encoded = encoder_call.read(await replica.channel.call(call, timeout_s))
         return hashlib.sha256(encoded.values).hexdigest()
 
     async def _read_metrics(self, replica: RoutedReplica) -> None:
@@ -563,19 +512,13 @@ class Replicas:
             return replica_metrics.read(text.decode()) if response.status == 200 else None
 
 
-def _drawn(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the pools with a weight above 0."""
-    return {pool: weight for pool, weight in weights.items() if weight > 0}
-
-
 class Route:
     """The route of one request: any replica of its pool, but none twice while a healthy one is untried.
 
     packs: it may go to the packed ensemble. sent_packed: the latest attempt did.
-    replica, pool: of the latest attempt. picked: called when they are known. priority: in the engine's queue, None for
-    the engine's default. move: waits for a slot in another pool and names it; None if the request must stay in its own.
-    group: of the pools that it may move to; "" for the public ones.
-    explain: whether ``explanation`` tells why each replica was picked.
+    replica, pool: of the latest attempt. picked: called when they are known. priority: in the engine's queue.
+    move: waits for a slot in another pool and names it; None if the request must stay in its own.
+    group: of the pools that it may move to; "" for the public ones. explain: fill in ``explanation``.
     """
 
     def __init__(
@@ -625,10 +568,7 @@ class Route:
         return call
 
     def ordered(self, most: int, outside: frozenset[str]) -> list[RoutedReplica]:
-        """Return up to ``most`` ready replicas of its pool, best first, for a request that another program sends.
-
-        outside: URLs of replicas that it must not go to.
-        """
+        """Return up to ``most`` ready replicas of its pool, best first, without those of the URLs ``outside``."""
         found: dict[str, RoutedReplica] = {}
         with contextlib.suppress(Unavailable):
             while len(found) < most:
@@ -662,7 +602,7 @@ class Route:
         replicas = self._replicas
         if self.move is None or replicas.has_untried(self._pinned, self._request.tried):
             return False
-        return replicas.has_other(self._pinned, self.group)
+        return any(pool != self._pinned and replicas.ready_in(pool) for pool in replicas._shares(self.group))
 
     @property
     def progress_s(self) -> float:
@@ -677,7 +617,7 @@ class Route:
         latest.tokens += count
         latest.progress_s = time.monotonic()
         if count and latest.breaker.state is BreakerState.HALF_OPEN:
-            latest.breaker = latest.breaker.began(latest.breaker_policy, self._sent_s)
+            latest.breaker = latest.breaker.began(self._replicas.breaker_policy, self._sent_s)
         return latest.metrics.engine
 
     def read_usage(self, usage: Usage) -> None:

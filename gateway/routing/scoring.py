@@ -1,9 +1,8 @@
-"""Which replica gets a request: Filter → Score → Pick. Pure functions of a snapshot: the time and the random generator
-are parameters.
+"""Which replica gets a request: Filter → Score → Pick. Pure functions of a snapshot.
 
 Filters remove replicas; one that would remove the last is skipped. Scores are in [0, 1], higher is better, and are
-added up by weight. The pick is the best; ties are drawn in proportion to capacity. A policy of
-``clients.replica_set.picks`` can replace the scores. Load is relative to capacity everywhere.
+added up by weight. The best is picked; ties are drawn in proportion to capacity, and all load is relative to it. A
+policy of ``clients.replica_set.picks`` can replace the scores.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ NEARLY_FULL = 0.95  # of the KV cache: what comes on top would wait for blocks
 
 @dataclass(frozen=True)
 class Candidate:
-    """A replica as routing sees it.
-
-    open_breaker: its circuit breaker allows no request.
-    age_s: seconds since it became healthy.
-    """
+    """A replica as routing sees it. age_s: seconds since it became healthy."""
 
     load: ReplicaLoad
     open_breaker: bool = False
@@ -38,9 +33,7 @@ class Candidate:
 class Explanation:
     """Why a replica was chosen, for a log line or a span.
 
-    passed_over: the filter that removed a replica, by replica.
-    scores: of the replicas left, before weights; empty under a policy of ``clients.replica_set.picks``.
-    loads: of all replicas, as text.
+    passed_over: the filter that removed a replica, by replica. scores: of the replicas left, before weights.
     """
 
     policy: str = ""
@@ -52,30 +45,20 @@ class Explanation:
 
     def attributes(self) -> dict[str, str | list[str]]:
         """Return span attributes: lists of ``REPLICA: text``, as spans hold no tables."""
-        named = {
-            "loads": self.loads,
-            "scores": {
-                name: " ".join(f"{key}={value:g}" for key, value in by_name.items())
-                for name, by_name in self.scores.items()
-            },
-            "passed_over": self.passed_over,
+        scores = {
+            name: " ".join(f"{key}={value:g}" for key, value in each.items()) for name, each in self.scores.items()
         }
-        listed = {
-            f"trident.route.{key}": [f"{name}: {text}" for name, text in table.items()] for key, table in named.items()
-        }
-        return {"trident.route.policy": self.policy} | {key: texts for key, texts in listed.items() if texts}
+        found: dict[str, str | list[str]] = {"trident.route.policy": self.policy}
+        for key, table in (("loads", self.loads), ("scores", scores), ("passed_over", self.passed_over)):
+            if table:
+                found[f"trident.route.{key}"] = [f"{name}: {text}" for name, text in table.items()]
+        return found
 
 
 @dataclass(frozen=True)
 class Router:
-    """The routing policy.
+    """The routing policy. pick: replaces the scores. slow_start_s: see ``slow_start``."""
 
-    weights: of the scores, by name.
-    pick: a policy that replaces the scores; None for scores.
-    slow_start_s: see ``slow_start``.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
     pick: Pick | None = None
     slow_start_s: float = 30.0
 
@@ -112,9 +95,8 @@ class Router:
         if self.pick is not None:
             return self.pick(loads, request, rng)
         totals = [0.0] * len(loads)
-        for name, weight in self.weights.items():
-            scores = SCORES[name](loads, request)
-            for index, score in enumerate(scores):
+        for name, (weight, score_of) in SCORES.items():
+            for index, score in enumerate(score_of(loads, request)):
                 totals[index] += weight * score
                 if explanation is not None:
                     explanation.scores.setdefault(loads[index].name, {})[name] = round(score, 4)
@@ -137,10 +119,7 @@ def _described(load: ReplicaLoad) -> str:
 def slow_start(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
-    """Keep a replica younger than ``slow_start_s`` with probability age / slow_start_s, at least 0.1.
-
-    If all are young, keep all.
-    """
+    """Keep a replica younger than ``slow_start_s`` with probability age / slow_start_s, at least 0.1."""
     if slow_start_s <= 0 or all(candidate.age_s < slow_start_s for candidate in candidates):
         return candidates
     return [
@@ -150,7 +129,7 @@ def slow_start(
     ]
 
 
-# By name, applied in this order. A filter that would remove every replica is skipped.
+# By name, applied in this order.
 Filter = Callable[[list[Candidate], RoutingRequest, float, random.Random], list[Candidate]]
 FILTERS: dict[str, Filter] = {
     "untried": lambda found, request, *_: [one for one in found if one.load.name not in request.tried],
@@ -198,29 +177,22 @@ def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[floa
 
 
 Score = Callable[[Sequence[ReplicaLoad], RoutingRequest], list[float]]
-SCORES: dict[str, Score] = {
-    "affinity": affinity,
-    "least_outstanding": least_outstanding,
-    "least_pending_tokens": least_pending_tokens,
-    "kv_cache_free": kv_cache_free,
-}
-# Affinity may outvote the loads: its bound already keeps a popular key from overloading its replica.
-DEFAULT_WEIGHTS: dict[str, float] = {
-    "affinity": 2.5,
-    "least_outstanding": 1.0,
-    "least_pending_tokens": 1.0,
-    "kv_cache_free": 0.25,
+# By name, with their weights. Affinity may outvote the loads: its bound already keeps a popular key from overloading
+# its replica.
+SCORES: dict[str, tuple[float, Score]] = {
+    "affinity": (2.5, affinity),
+    "least_outstanding": (1.0, least_outstanding),
+    "least_pending_tokens": (1.0, least_pending_tokens),
+    "kv_cache_free": (0.25, kv_cache_free),
 }
 
 
 def choose_pool(
     weights: Mapping[str, float], pinned: str, available: Mapping[str, bool], rng: random.Random, session: str = ""
 ) -> str:
-    """Return the pool of a request: the pinned one, or one drawn by weight among those with a ready replica.
-
-    Sessions are drawn by weighted rendezvous hashing: each stays in its pool, and a change of weights moves as few as
-    possible. Raises Unavailable if the pinned pool is not configured; no other pool replaces it.
-    """
+    """Return the pool of a request: the pinned one, or one drawn by weight among those with a ready replica; sessions
+    by weighted rendezvous hashing, so that each stays in its pool and a change of weights moves few. Raises Unavailable
+    if the pinned pool is not configured; no other pool replaces it."""
     if pinned:
         if pinned not in weights:
             raise Unavailable(f"the pool {pinned} is not configured", 1.0)

@@ -1,7 +1,7 @@
 """Shadow traffic: a fraction of the requests is copied to another pool, and the outputs are compared.
 
-A copy is sent after the first token of the original, so that it does not delay it, and only while fewer than
-``max_running`` copies run. Callers never wait for copies or see their errors.
+A copy is sent after the first token of the original, which it does not delay, and only while fewer than ``max_running``
+copies run. Callers never wait for copies or see their errors.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
 
 from clients.wire.connection import new_request_id
 from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
 from clients.wire.token_stream import TokenStream
+from contract.background import Background
 from contract.errors import TridentError
 from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway.config.policy import ShadowRules
 from gateway.request_key import deterministic
 from gateway.routing.replicas import Replicas
 
-_Result = TypeVar("_Result")
 Keep = Callable[[str, str | None], None]
 
 
 class Shadow:
-    """Sends copies to other pools. ``close`` cancels those that run.
+    """Sends copies to other pools.
 
-    rules: by the pool that serves the original; None: of all other pools. Changed at any time.
+    rules: by the pool that serves the original; None: of all other pools. generated: as Metrics.generated.
     count: called with a copy's pool and its result: agree, differ: the texts of a deterministic request; undetermined:
-        both are there and need not be equal; failed: the copy; unfinished: the original; full: no copy was made, too
-        many run. generated: called at the end of a copy as Metrics.generated.
+        they need not be equal; failed: the copy; unfinished: the original; full: no copy was made, too many run.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Shadow:
         self._replicas, self._rng, self.count, self._generated = replicas, rng, count, generated
         self.rules: Mapping[str | None, ShadowRules] = {}
         self._running: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task] = set()
+        self.tasks = Background()
 
     def begin(self, request: GenerationRequest, pool: str) -> Copy | None:
         """Return the copy of this request, which ``pool`` serves; None if it is not in the fraction."""
@@ -60,19 +58,7 @@ class Shadow:
             self.count(rules.pool, "full")
             return None
         self._running[rules.pool] += 1
-        return self.task(self._output(request, rules.pool, payload))
-
-    def task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return self.tasks.start(self._output(request, rules.pool, payload))
 
     async def _output(self, request: GenerationRequest, pool: str, payload: bytes) -> str | None:
         """Return the copy's text at ``pool``; None if it fails."""
@@ -98,31 +84,25 @@ class Shadow:
 
 
 class Copy:
-    """The copy of one request; it observes the original.
-
-    payload: the ModelInferRequest that is copied, of a request that is relayed.
-    """
+    """The copy of one request; it observes the original. payload: the ModelInferRequest, where one is relayed."""
 
     def __init__(self, shadow: Shadow, rules: ShadowRules, request: GenerationRequest) -> None:
         self._shadow, self._rules, self._request = shadow, rules, request
         self._parts: list[str] = []
         self._task: asyncio.Task[str | None] | None = None
-        self._begun = self._whole = False
+        self._whole = False
         self.payload = b""
 
     def observe(self, delta: TokenDelta) -> None:
         self._parts.append(delta.text)
         self._whole = self._whole or delta.finish_reason is not None
-        if not self._begun:
-            self._begun = True
+        if len(self._parts) == 1:
             self._task = self._shadow.start(self._request, self._rules, self.payload)
 
     def ended(self, error: TridentError | None, keep: Keep | None = None) -> None:
-        """Compare the outputs once the copy has ended.
-
-        keep: called once, with the copy's pool and its text; None unless both texts are whole.
-        """
-        self._shadow.task(self._compare(self._whole and error is None, keep))
+        """Compare the outputs once the copy has ended. keep: called once, with the copy's pool and its text; None
+        unless both texts are whole."""
+        self._shadow.tasks.start(self._compare(self._whole and error is None, keep))
 
     async def _compare(self, whole: bool, keep: Keep | None) -> None:
         pool, original, found = self._rules.pool, "".join(self._parts), None

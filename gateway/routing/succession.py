@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+from contract.background import Background
 from gateway.admission.hub_link import HubLink
 from gateway.routing.replicas import Replicas
 
@@ -13,16 +14,13 @@ SUCCESSOR_S = 1.5  # less than the time in which a server must be answered (serv
 
 
 class Succession:
-    """Waits before a replica leaves. A rolling upgrade stops it as soon as the next one is ready, which may be sooner
-    than the first probe of that one here.
-
-    link: to the other workers; None without any. workers: of the gateway, this one included.
-    """
+    """Waits before a replica leaves: a rolling upgrade stops it as soon as the next one is ready, which may be sooner
+    than the first probe of that one here. workers: of the gateway, this one included."""
 
     def __init__(self, replicas: Replicas, link: HubLink | None, workers: int) -> None:
         self._replicas, self._link, self._others = replicas, link, workers - 1 if link is not None else 0
         self._answers: dict[str, asyncio.Semaphore] = {}  # of other workers, by the URL that leaves
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         if link is not None:
             link.topics |= {"leaves": self._requested, "left": self._answered}
 
@@ -53,9 +51,7 @@ class Succession:
             assert self._link is not None
             self._link.publish("left", url)
 
-        task = asyncio.create_task(answer())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.start(answer())
 
     def _answered(self, url: str) -> None:
         if url in self._answers:

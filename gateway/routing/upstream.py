@@ -59,15 +59,11 @@ _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "s
 _ENDS = {"length": FinishReason.LENGTH}
 
 
-def _micros(cost: float) -> int:
-    return round(cost * 10**6)
-
-
 class Upstream:
     """One endpoint of an upstream, with a circuit breaker.
 
-    model: where the endpoint has none of its own. budgets: keeps what its day may cost; None: there is no such bound.
-    totals: what each upstream has cost, by name, in the currency of its prices.
+    model: where the endpoint has none of its own. budgets: keeps what its day may cost. totals: what each upstream has
+    cost, by name, in the currency of its prices.
     """
 
     def __init__(
@@ -93,12 +89,12 @@ class Upstream:
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
         bounded = self._endpoint.spend_per_day is not None and time.time() < self._left_until_s
-        affordable = not bounded or _micros(self.cost(request)) <= self._left
+        affordable = not bounded or self.cost(request) <= self._left
         return affordable and self.understands(request) and self.wait_s() <= 0
 
-    def cost(self, request: GenerationRequest) -> float:
-        """Return what the request costs at most, by its estimated prompt."""
-        return self.price(Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens))
+    def cost(self, request: GenerationRequest) -> int:
+        """Return what the request costs at most, by its estimated prompt, in millionths of the currency."""
+        return self._endpoint.price.micros(Usage(_prompt_tokens(request), request.max_tokens))
 
     def weight(self, slowest_s: float) -> float:
         """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
@@ -106,10 +102,10 @@ class Upstream:
 
     async def reserve(self, request: GenerationRequest) -> Spend:
         """Return the reserved cost of a request. Raises Unavailable if the day may cost no more."""
-        limit, micros = self._endpoint.spend_per_day, _micros(self.cost(request))
+        limit, micros = self._endpoint.spend_per_day, self.cost(request)
         if limit is None or self._budgets is None:
             return Spend(self)
-        level = Level(f"upstream {self.name}", Limits(quotas=(Quota("day", True, _micros(limit)),)))
+        level = Level(f"upstream {self.name}", Limits(quotas=(Quota("day", True, round(limit * 10**6)),)))
         reservation = await self._budgets.reserve((level,), 0, micros=micros)
         self._left, self._left_until_s = int(reservation.standings[0].balance), time.time() + BELIEVED_S
         if not reservation.granted:
@@ -123,12 +119,13 @@ class Upstream:
         """What it has cost."""
         return self._totals.get(self.name, 0.0)
 
-    def spent(self, spend: Spend, cost: float) -> None:
+    def spent(self, spend: Spend, usage: Usage | None) -> None:
         """Take note of what a request did cost."""
-        self._totals[self.name] = self.total + cost
+        micros = self._endpoint.price.micros(usage) if usage is not None else 0
+        self._totals[self.name] = self.total + micros / 1e6
         if self._budgets is not None and spend.reservation is not None:
-            self._budgets.settle(spend.reservation, 0, _micros(cost))
-            self._left += spend.micros - _micros(cost)
+            self._budgets.settle(spend.reservation, 0, micros)
+            self._left += spend.micros - micros
 
     def began(self, sent_s: float) -> None:
         """Take note of the first tokens of a request. sent_s: when it was sent."""
@@ -148,15 +145,9 @@ class Upstream:
     def wait_s(self) -> float:
         """Return the seconds until it accepts requests: its Retry-After and its breaker; 0 or less for now."""
         now_s = time.monotonic()
-        pause_s = 0.0
-        if not self.breaker.allows(now_s):
-            # Half open, the trial under way decides; it is unknown when.
-            pause_s = max(self.breaker.until_s - now_s, 1.0)
+        # Half open, the trial under way decides; it is unknown when.
+        pause_s = 0.0 if self.breaker.allows(now_s) else max(self.breaker.until_s - now_s, 1.0)
         return max(self._cool_until_s - now_s, pause_s)
-
-    def price(self, usage: Usage) -> float:
-        """Return what ``usage`` costs here."""
-        return self._endpoint.price.micros(usage) / 1e6
 
     def stream(self, request: GenerationRequest, spend: Spend, traceparent: str = "") -> UpstreamStream:
         """Send the request and return its stream. spend: of ``reserve``. Needs a running event loop."""
@@ -230,14 +221,12 @@ class Spend:
         """Charge ``usage`` instead. A second call does nothing."""
         if not self.settled:
             self.settled = True
-            self.upstream.spent(self, self.upstream.price(usage) if usage is not None else 0.0)
+            self.upstream.spent(self, usage)
 
 
 class UpstreamStream:
-    """One generation at an upstream: deltas, the last with ``finish_reason``; raises TridentError.
-
-    ``cancel`` ends it from any task; a waiting reader gets Cancelled.
-    """
+    """One generation at an upstream: deltas, the last with ``finish_reason``; raises TridentError. ``cancel`` ends it
+    from any task; a waiting reader gets Cancelled."""
 
     attempts = 1
     message, deferred_error, finished = b"", None, False  # see TokenStream; upstreams send no messages to relay
@@ -324,7 +313,11 @@ class UpstreamStream:
 
     def _estimated(self) -> Usage:
         """Return the usage of a stream that was not counted."""
-        return Usage(math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN), self._tokens)
+        return Usage(_prompt_tokens(self._request), self._tokens)
+
+
+def _prompt_tokens(request: GenerationRequest) -> int:
+    return math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN)
 
 
 def _holds_answer(guide: Guide) -> bool:

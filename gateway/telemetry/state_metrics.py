@@ -176,7 +176,7 @@ class StateMetrics:
             if None not in pool.starting:
                 values["pool_starting_seconds"] = max(map(float, filter(None, pool.starting)), default=0.0)
             _add(families, (pool.name,), values)
-            for priority, count in sorted(slots.queue.depths().items()):
+            for priority, count in sorted(slots.queue.by_class.items()):
                 depth.add_metric((pool.name, str(priority)), count)
             for state, tokens in (("queued", slots.queue.backlog), ("running", slots.running_tokens)):
                 for priority, amount in sorted(tokens.items()):

@@ -43,7 +43,7 @@ def leaked_slot_on_leaving() -> None:
 
     def leaking(self, error=None) -> None:
         if not self.finish_reason and not self._closed:
-            self._turn.release = self._permit.ticket.claims[-1].close = lambda *_: None
+            self._turn.release = self._permit.claims[-1].close = lambda *_: None
         close(self, error)
 
     Generation.close = leaking
@@ -90,10 +90,10 @@ def repeated_message() -> None:
 
 def doubled_charge() -> None:
     """Every fifth request is charged twice its tokens."""
-    from gateway.admission.fair_admission import _Ticket
+    from gateway.admission.fair_admission import Permit
 
-    close, count = _Ticket.close, itertools.count(1)
-    _Ticket.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
+    close, count = Permit.close, itertools.count(1)
+    Permit.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
 
 
 def ignored_cap() -> None:

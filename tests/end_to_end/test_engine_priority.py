@@ -9,7 +9,7 @@ import pytest
 from gateway.config.tenant import Tenant
 from server.replica import Replica
 from tests.end_to_end.watching import halted
-from tests.gateway.admission.test_engine_priority import sent_by_grpc
+from tests.gateway.admission.test_request_class import sent_by_grpc
 from tests.gateway.running import Running, gateway, until
 
 # So short that the KV cache holds one for every slot.

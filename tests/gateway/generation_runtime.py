@@ -21,7 +21,6 @@ from gateway.generation import Generation, GenerationRuntime
 from gateway.live_generations import LiveGenerations
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
-from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
 from gateway.telemetry.metrics import Metrics
@@ -38,11 +37,10 @@ def requests(count: int = 1, text: str = "one two", **options: Any) -> list[Gene
 
 @dataclass
 class Runtime:
-    """admission: charges a tenant without limits. degraded: moves to overflow targets."""
+    """admission: charges a tenant without limits."""
 
     generations: GenerationRuntime
     admission: FairAdmission
-    degraded: Counter[str]
 
     async def permit(self, admitted: Sequence[GenerationRequest]) -> Permit:
         return await self.admission.admit(admitted, CONTEXT.tenant)
@@ -53,6 +51,11 @@ class Runtime:
 
     async def generation(self, request: GenerationRequest, context: RequestContext = CONTEXT) -> Generation:
         return (await self.choices([request], context)).generations[0]
+
+    @property
+    def degraded(self) -> Counter[str]:
+        """Moves to overflow targets."""
+        return self.admission.degraded
 
     @property
     def idle(self) -> bool:
@@ -74,15 +77,14 @@ async def runtime(
         | options
     )
     replicas, metrics = Replicas(settings), Metrics()
-    overflow = Overflow(replicas.ready, BreakerPolicy())
+    overflow = Overflow(replicas, BreakerPolicy())
     overflow.start()
-    overflow.change(targets or {})
+    overflow.change(targets or {}, tuple(targets or ()))
     await replicas.start()
-    degraded: Counter[str] = Counter()
     generations = GenerationRuntime(
         settings,
         replicas,
-        Fallback(overflow, replicas, lambda: tuple(targets or ()), degraded),
+        overflow,
         LiveGenerations(Watchdog(1.0), metrics.in_flight),
         metrics,
         Tracing(),
@@ -91,7 +93,7 @@ async def runtime(
     store, concurrency = MemoryStore(time.monotonic), Concurrency(100)
     admission = FairAdmission(store, concurrency, time.monotonic, pools=replicas, target_pool=overflow.pool)
     try:
-        yield Runtime(generations, admission, degraded)
+        yield Runtime(generations, admission)
     finally:
         await replicas.close()
         await overflow.close()

@@ -34,7 +34,7 @@ async def test_a_closed_request_is_freed_without_the_garbage_collector(count: in
         choices = await here.choices(requests(count))
         await together(choices, "request-1")
         choices.close()
-        held = [choices, *choices.generations, choices.generations[0]._permit.ticket]
+        held = [choices, *choices.generations, choices.generations[0]._permit]
         gc.disable()
         try:
             left = [weakref.ref(one) for one in held]

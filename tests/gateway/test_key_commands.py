@@ -10,8 +10,7 @@ import pytest
 
 from contract.errors import InvalidArgument
 from gateway import command_line
-from gateway.identity.key_store import FileDocuments
-from gateway.identity.stored_keys import StoredKeys
+from gateway.identity.stored_keys import FileDocuments, StoredKeys
 from tests.gateway.api.test_keys import CONFIG, NAME, TOKEN
 from tests.gateway.identity.test_tokens import member
 from tests.gateway.running import gateway

@@ -135,14 +135,14 @@ async def test_a_reason_that_the_file_cannot_hold_rolls_nothing_back(tmp_path: P
             assert refused.value.field == "reason" and not here.releases.current["r"].rolled_back
         await here.change_release("r", "rollback", {"reason": "x" * 500})
         assert "x" * 500 in (tmp_path / "gateway.toml").read_text()
-        await until(lambda: len(here._tasks) == 2)  # what has been written is forgotten
+        await until(lambda: len(here._background) == 2)  # what has been written is forgotten
 
 
 async def test_kserve_requests_overflow_to_pools_only(tmp_path: Path):
     rules = '[overflow.far]\nurl = "http://127.0.0.1:1/v1"\nmodel = "m"\n[degradation]\noverflow = "far"'
     async with FakeReplica() as replica, service(replica, tmp_path, rules) as here:
-        assert here.fallback.accepts(CONTEXT)("far", requests())
-        assert not here.fallback.accepts(grpc_context())("far", requests())
+        assert here.overflow.accepting(CONTEXT)("far", requests())
+        assert not here.overflow.accepting(grpc_context())("far", requests())
 
 
 async def test_pressure_refuses_with_a_reason(tmp_path: Path):

@@ -23,7 +23,7 @@ from gateway.api.responses.events import ResponseEvents, ResponseFold
 from gateway.api.responses.items import plain_items
 from gateway.api.responses.schemas import ResponsesChat, parse, renamed
 from gateway.api.responses.store import ResponseStore
-from gateway.cache.idempotency import HEADER as IDEMPOTENCY
+from gateway.cache.coalescing import HEADER as IDEMPOTENCY
 from gateway.cache.reuse import ResponseDeltas, ResponseReuse
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext

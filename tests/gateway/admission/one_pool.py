@@ -13,6 +13,9 @@ class OnePool:
     def __init__(self, capacity: Callable[[], Capacity] = lambda: UNKNOWN) -> None:
         self._capacity = capacity
 
+    def prompt_weight(self) -> float:
+        return 1.0
+
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         return pinned
 

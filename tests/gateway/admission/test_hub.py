@@ -26,6 +26,9 @@ REQUEST = GenerationRequest(text_input="x", max_tokens=10)
 
 
 class OnePool:
+    def prompt_weight(self) -> float:
+        return 1.0
+
     def draw(self, pinned, session="", without=None):
         return pinned
 

@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import Unavailable
 from gateway.admission.hub import Hub
-from gateway.admission.hub_link import HubLink, SharedBudgets, SharedCaps
+from gateway.admission.hub_link import Frames, HubLink, SharedBudgets, SharedCaps
 from gateway.admission.sharing import capacity
 from gateway.config.tenant import Level, Limits, Tenant
 from tests.gateway.admission.test_hub import REQUEST, workers
@@ -24,7 +24,7 @@ async def test_every_worker_shows_the_load_of_all():
             await asyncio.sleep(0.005)
         slots = other.slots()
         assert (slots.running, slots.capacity.slots, slots.capacity.limit) == (5, 4, 5)
-        assert slots.queue.depths() == {1: 1} and slots.queue.waiting_of("b") == 1 and slots.queue.backlog_tokens > 0
+        assert slots.queue.by_class == {1: 1} and slots.queue.by_tenant == {"b": 1} and slots.queue.backlog_tokens > 0
         assert other.pressure(Tenant("b")) == pytest.approx(1 / slots.queue.rules.max_waiting_per_tenant, abs=0.01)
         assert slots.retry_after_s(random.Random()) > 0 and not slots.is_short_wait("b", 10)
         for permit in permits:
@@ -86,3 +86,22 @@ async def test_what_others_publish_while_a_worker_starts_does_not_end_it():
         made[0].link.publish("register", "late")
         assert await asyncio.wait_for(heard.get(), 60) == "late"
         assert made[1].link.frames.open
+
+
+async def test_messages_arrive_whole_and_in_order_and_the_end_is_told():
+    one, other = socket.socketpair()
+    received: list = []
+    lost = asyncio.Event()
+    sender, receiver = (
+        Frames(lambda *parts: None, lambda: None),
+        Frames(lambda *parts: received.append(parts), lost.set),
+    )
+    await sender.connect(one)
+    await receiver.connect(other)
+    sent = [("kind", number, "x" * 100_000) for number in range(20)]
+    for message in sent:
+        sender.send(*message)
+    sender.close()
+    await asyncio.wait_for(lost.wait(), 60)
+    assert received == sent
+    receiver.send("nobody reads this")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -16,8 +17,8 @@ from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission, Permit
-from gateway.admission.fair_queue import Entry, FairQueue
-from gateway.admission.pool_slots import SHORT, Claim, PoolSlots
+from gateway.admission.fair_queue import Entry
+from gateway.admission.pool_slots import SHORT, Claim, DrainRate, PoolSlots, retry_after_s
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Tenant
@@ -29,6 +30,9 @@ class SomePools:
     def __init__(self, **slots: int) -> None:
         self.slots = slots
         self.dead: set[str] = set()
+
+    def prompt_weight(self) -> float:
+        return 1.0
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         return pinned or next(pool for pool in self.slots if pool not in self.dead and pool != without)
@@ -231,14 +235,14 @@ def test_a_tenant_that_was_there_first_shares_equally_with_one_that_comes_later(
 
     async def play() -> None:
         shared = rules(tenant_share=1.0, quantum_tokens=1)
-        pool = PoolSlots(FairQueue(shared), lambda: 0.0, lambda: Capacity(slots, slots), shared)
+        pool = PoolSlots(lambda: 0.0, lambda: Capacity(slots, slots), shared)
         running: list[Claim] = []
         waiting: list[Claim] = []
         order: list[str] = []
 
         def step(*tenants: str) -> None:
             for tenant in tenants:
-                while pool.queue.waiting_of(tenant) < 5:
+                while pool.queue.by_tenant.get(tenant, 0) < 5:
                     waiting.append(pool.claim(Entry(tenant, reserved), math.inf))
             for claim in [claim for claim in waiting if claim.given]:
                 waiting.remove(claim)
@@ -281,10 +285,11 @@ async def _anything(data: st.DataObject) -> None:
     drawn = rules(
         tenant_share=data.draw(st.sampled_from([0.5, 0.8, 1.0])),
         short_reserve=data.draw(st.sampled_from([0.0, 0.1, 0.3])),
+        max_waiting_per_tenant=8,
+        max_waiting_per_class=20,
     )
     pools = {
         pool: PoolSlots(
-            FairQueue(AdmissionRules(max_waiting_per_tenant=8, max_waiting_per_class=20)),
             lambda: now_s,
             lambda pool=pool: Capacity(sizes[pool], math.ceil(sizes[pool] * 1.25)),
             drawn,
@@ -382,7 +387,7 @@ def test_less_urgent_classes_leave_their_slots_free_and_no_other_slot_is_idle(da
 async def _classes(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12), label="slots")
     shares = sorted((data.draw(st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0])) for _ in range(3)), reverse=True)
-    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(size, size), rules(tenant_share=1.0))
+    slots = PoolSlots(lambda: 0.0, lambda: Capacity(size, size), rules(tenant_share=1.0))
     claims: list[Claim] = []
     for step in range(data.draw(st.integers(1, 40), label="steps")):
         if claims and data.draw(st.booleans()):
@@ -403,3 +408,38 @@ async def _classes(data: st.DataObject) -> None:
     for claim in claims:
         claim.close(0)
     assert slots.idle
+
+
+def test_a_steady_pace_is_found_and_a_new_one_followed() -> None:
+    drain, now_s = DrainRate(memory_s=10), 100.0
+    for pace in (500, 2000):
+        for _ in range(600):
+            now_s += 0.1
+            drain.observe(pace / 10, now_s)
+        assert drain.tokens_per_s(now_s) == pytest.approx(pace, rel=0.03)
+
+
+def test_the_pace_is_right_before_the_memory_is_full() -> None:
+    drain = DrainRate(memory_s=60)
+    for tenth in range(31):
+        drain.observe(100, tenth / 10)
+    assert drain.tokens_per_s(3.0) == pytest.approx(1000, rel=0.1)
+
+
+def test_nothing_seen_or_nothing_done_for_long_is_no_pace() -> None:
+    drain = DrainRate()
+    assert drain.tokens_per_s(5) == 0
+    drain.observe(1000, 5)
+    assert drain.tokens_per_s(500) < 1e-9
+
+
+def test_the_hint_is_backlog_by_pace_with_jitter_above_it() -> None:
+    rng = random.Random(1)
+    hints = [retry_after_s(5000, 1000, rng) for _ in range(1000)]
+    assert min(hints) >= 5 and max(hints) <= 6.25
+    assert len({round(hint, 3) for hint in hints}) > 500
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12), st.integers())
+def test_a_hint_is_always_within_its_bounds(backlog: float, pace: float, seed: int) -> None:
+    assert 0.1 <= retry_after_s(backlog, pace, random.Random(seed)) <= 75

@@ -94,7 +94,7 @@ async def test_gateways_together_never_have_more_than_a_cap_and_use_all_of_it(re
 async def test_classes_are_capped_over_all_gateways_and_the_hard_limit_is_each_ones(redis_socket: Path):
     async with gateways(2, redis_socket) as made:
         for _, caps in made:
-            caps.class_limits, caps.pools = {1: 2}, ("", "b")
+            caps.change({1: 2}, ("", "b"))
         slots = [await caps.acquire((), 1, 1, "b") for _, caps in made]
         with pytest.raises(Overloaded, match="class 1 has 2"):
             await made[0][1].acquire((), 1, 1, "b")
@@ -115,7 +115,7 @@ async def test_what_a_dead_gateway_held_is_free_when_its_lease_ends(redis_socket
         await asyncio.sleep(3.3)  # beats renew the lease
         with pytest.raises(Overloaded):
             await caps.acquire(capped(3), 1)
-        dying._beating.cancel()
+        await dying._beating.cancel()
         await eventually(caps, 3, granted=True)
 
 

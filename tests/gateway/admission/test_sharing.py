@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.fair_queue import Entry
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.sharing import ALONE, WEIGHT, Capacity, OthersLoad, capacity, part
 from gateway.config.policy import AdmissionRules
@@ -118,7 +118,6 @@ class Simulation:
         self.long_at_replica = 0
         self.pools = [
             PoolSlots(
-                FairQueue(rules),
                 lambda: self.now_s,
                 lambda load=load: capacity(slots, load.requests),
                 rules,

@@ -22,7 +22,7 @@ from contract.generation import FinishReason, GenerationRequest, SamplingParams,
 from gateway.admission.budgets import Reservation
 from gateway.admission.shared_state import Away, SharedState
 from gateway.cache import records, reuse
-from gateway.cache.records import Head, Record, Records, SharedAnswers, decode, encode, seeded, unfinished
+from gateway.cache.records import HEAD, Head, Record, Records, SharedAnswers, decode, encode, seeded, unfinished
 from gateway.choices import ChoiceDelta
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.cache.test_reuse import as_
@@ -461,7 +461,7 @@ async def test_a_stream_that_is_taken_over_twice_is_charged_once(redis_socket: P
             await until(lambda number=number: len(replica.seen) == 2 + number and replica.counts.finished)
             await asyncio.sleep(0.2)
             (name,) = [name for name in await redis.keys("trident:stream:*") if not name.endswith(b"items")]
-            reservations.append(Head.decode(await redis.hget(name, "head")).reservation.id)
+            reservations.append(HEAD.validate_json(await redis.hget(name, "head")).reservation.id)
             stand_still(standing)
         three.service.admission.on_charged = charged.append
         await asyncio.sleep(0.4)
@@ -593,7 +593,7 @@ def test_a_delta_is_read_as_it_was_written(choice, delta):
 
 def test_a_head_is_read_as_it_was_written():
     head = Head({"x": "1"}, "id", 5, "engine")
-    assert Head.decode(head.encode().encode()) == head
+    assert HEAD.validate_json(HEAD.dump_json(head)) == head
 
 
 def test_only_choices_that_have_not_ended_go_on_and_only_where_that_is_exact():

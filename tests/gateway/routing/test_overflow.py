@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 
 import aiohttp
 import pytest
@@ -14,8 +15,10 @@ from contract.errors import Overloaded, Unavailable
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.config.policy import OverflowTarget
+from gateway.config.tenant import Tenant
+from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
-from gateway.routing.overflow import Overflow
+from gateway.routing.overflow import REPLICAS, Overflow
 from gateway.routing.upstream import Spend, Upstream
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.api.test_kserve import ours
@@ -153,7 +156,7 @@ async def test_what_fails_at_an_upstream_before_its_first_token_goes_back_to_the
             assert page['trident_gateway_generations_total{end="length",pool="",source="engine"}'] == 1
             assert page['trident_gateway_degraded_total{stage="overflow"}'] == 1  # the way back is none
             assert running.service.admission.running == 1  # the held one: its slot was given back
-            assert all(one.outstanding == 0 for one in running.service.overflow.upstreams())
+            assert all(one.outstanding == 0 for one in running.service.overflow.upstreams.values())
             held.cancel()
 
 
@@ -197,7 +200,7 @@ async def test_an_upstream_is_not_asked_again_before_the_time_it_said():
             for _ in range(5):
                 assert (await running.post(COMPLETIONS, REQUEST))[0] == 200
             assert len(there.seen) == 1
-            [one] = running.service.overflow.upstreams()
+            [one] = running.service.overflow.upstreams.values()
             assert 0 < one.wait_s() <= 7
             there.status, one._cool_until_s = 200, 0.0
             _, headers, _ = await running.post(COMPLETIONS, REQUEST)
@@ -215,7 +218,7 @@ async def test_an_upstream_that_keeps_failing_is_left_alone_and_tried_again():
             status, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert (status, headers["x-trident-degraded"], len(there.seen)) == (200, "max_tokens=2", 2)
             there.status = 200
-            [one] = running.service.overflow.upstreams()
+            [one] = running.service.overflow.upstreams.values()
             one.breaker = dataclasses.replace(one.breaker, until_s=0.0)  # its pause is over
             status, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert (status, headers["x-trident-degraded"]) == (200, "overflow=afar")
@@ -357,8 +360,8 @@ async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
             status, _, _ = await running.post(COMPLETIONS, REQUEST, x_trident_timeout_s="0.2")
             assert status == 504
             await until(lambda: there.running == 0)
-            assert all(one.outstanding == 0 for one in running.service.overflow.upstreams())
-            assert all(one.breaker.state is BreakerState.CLOSED for one in running.service.overflow.upstreams())
+            assert all(one.outstanding == 0 for one in running.service.overflow.upstreams.values())
+            assert all(one.breaker.state is BreakerState.CLOSED for one in running.service.overflow.upstreams.values())
             held.cancel()
 
 
@@ -434,7 +437,7 @@ async def test_a_request_stays_at_an_endpoint_that_the_configuration_drops_while
 
             async def dropped(self: Upstream, request: GenerationRequest) -> Spend:
                 spends.append(await reserve(self, request))
-                overflow.change({})
+                overflow.change({}, ())
                 return spends[-1]
 
             monkeypatch.setattr(Upstream, "reserve", dropped)
@@ -459,36 +462,36 @@ async def test_a_user_stays_on_one_side_of_a_release_and_others_are_drawn() -> N
 
 
 async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
-    targets = Overflow(list, BreakerPolicy(), MemoryStore(time.monotonic))
+    targets = Overflow(Replicas(True), BreakerPolicy(), MemoryStore(time.monotonic))
     targets.start()
     spends = []
     for limit in (5.0, 7.0):
         target = {"url": "http://far", "price": {"input": 1.0}, "spend_per_day": limit}
-        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})})
-        spends.append(await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1)))
+        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})}, ())
+        spends.append(await targets.upstreams["far/one"].reserve(GenerationRequest("x", max_tokens=1)))
     for spend in spends:  # also of the stream that the change left at the endpoint before
         spend.settle(Usage(2000, 1))
-    assert targets.upstream("far/one").total == 4.0
-    spend = await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))
+    assert targets.upstreams["far/one"].total == 4.0
+    spend = await targets.upstreams["far/one"].reserve(GenerationRequest("x", max_tokens=1))
     standing = spend.reservation.standings[0]
     assert standing.balance == 3_000_000 - standing.demand.amount
     await targets.close()
 
 
 async def test_an_endpoint_keeps_its_breaker_when_another_one_of_its_target_changes() -> None:
-    targets = Overflow(list, BreakerPolicy())
+    targets = Overflow(Replicas(True), BreakerPolicy())
     targets.start()
 
     def change(**urls: str) -> None:
         endpoints = {name: {"url": url} for name, url in urls.items()}
-        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": endpoints})})
+        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": endpoints})}, ())
 
     change(one="http://one", two="http://two")
-    one, two = targets.upstream("far/one"), targets.upstream("far/two")
+    one, two = targets.upstreams["far/one"], targets.upstreams["far/two"]
     change(one="http://one", two="http://other", three="http://three")
-    assert targets.upstream("far/one") is one and targets.upstream("far/two") is not two
+    assert targets.upstreams["far/one"] is one and targets.upstreams["far/two"] is not two
     change(two="http://other")
-    assert [upstream.name for upstream in targets.upstreams()] == ["far/two"]
+    assert [upstream.name for upstream in targets.upstreams.values()] == ["far/two"]
     await targets.close()
 
 
@@ -500,3 +503,68 @@ async def test_fast_endpoints_without_errors_get_most_requests() -> None:
                 status, _, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": str(random.random())})
                 assert status == 200, body
             assert len(fast.seen) == 60 and 1 <= len(broken.seen) < 30
+
+
+FAILED = GenerationRequest("one", max_tokens=5)
+HTTP = RequestContext(Tenant(), "http", "chat", "r")
+GRPC = RequestContext(Tenant(), "grpc", "chat", "r")
+
+
+class Replicas:
+    def __init__(self, healthy: bool) -> None:
+        self.healthy = healthy
+
+    def serves(self, pool: str) -> bool:
+        return self.healthy
+
+
+class Targets(Overflow):
+    """``pool`` is a target of replicas, ``far`` an upstream."""
+
+    def __init__(self, healthy: bool, *preferred: str) -> None:
+        super().__init__(Replicas(healthy), BreakerPolicy())
+        self._preferred = preferred
+
+    def members(self, target: str, request: GenerationRequest) -> list[str]:
+        return [target]
+
+    def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+        return target in ("pool", "far")
+
+    def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+        return target == "pool"
+
+    def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
+        return 0.2 if "far" in targets else None
+
+
+def fallback(*targets: str, healthy: bool = True) -> Overflow:
+    return Targets(healthy, *targets)
+
+
+@pytest.mark.parametrize(
+    ("context", "tried", "expected"),
+    [
+        (HTTP, {REPLICAS}, "far"),
+        (HTTP, {REPLICAS, "far"}, "pool"),
+        (HTTP, {"far"}, "pool"),
+        (HTTP, {"far", "pool"}, REPLICAS),
+        (HTTP, {REPLICAS, "far", "pool"}, None),
+        (GRPC, {REPLICAS}, "pool"),
+        (GRPC, {REPLICAS, "pool"}, None),
+    ],
+)
+def test_targets_come_in_order_each_once_then_the_replicas(context, tried, expected):
+    assert fallback("unknown", "far", "pool").next_target(context, FAILED, tried) == expected
+
+
+def test_replicas_that_are_down_are_no_target():
+    assert fallback("pool", healthy=False).next_target(HTTP, FAILED, {"pool"}) is None
+
+
+def test_retry_after_is_the_upstreams_where_the_pool_is_down():
+    refusal = Overloaded("full", 9.0)
+    assert fallback("far").retry_after_s(HTTP, FAILED, refusal) == 9.0
+    assert fallback("far", healthy=False).retry_after_s(HTTP, FAILED, refusal) == 1.0
+    assert fallback("far", healthy=False).retry_after_s(GRPC, FAILED, refusal) == 9.0
+    assert fallback(healthy=False).retry_after_s(HTTP, FAILED, refusal) == 9.0

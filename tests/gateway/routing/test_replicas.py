@@ -68,7 +68,7 @@ async def test_a_trial_that_tells_nothing_does_not_open_the_breaker_again(caplog
     async with FakeReplica(lambda seen: scripts.pop(0)) as replica:
         async with gateway(replica, breaker_failures=1, breaker_open_s=0.01) as running:
             [known], told = running.service.replicas.all(), []
-            known.on_open = told.append
+            running.service.replicas.on_open = told.append
             for expected in (500, 400, 400, 200):
                 await until(lambda: known.ready(time.monotonic()))
                 assert (await running.post("/v1/completions", REQUEST))[0] == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.fair_queue import Entry
 from gateway.admission.pool_slots import PoolSlots
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, Prices
@@ -45,7 +45,7 @@ def test_cost_is_reported_only_with_a_price():
 
 
 def test_a_pool_without_a_healthy_replica_has_no_slots():
-    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
+    slots = PoolSlots(lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
     slots.queue.push(Entry("acme", 100.0, priority=2), 0.0)
     found = registry(pools=lambda: [PoolState("main", slots, [])])
     assert found.get_sample_value("trident_gateway_pool_ready", {"pool": "main"}) == 0
@@ -56,14 +56,14 @@ def test_a_pool_without_a_healthy_replica_has_no_slots():
 
 def test_replicas_that_start_are_told_and_an_unknown_time_is_not_zero():
     for starting, count, seconds in (((), 0, 0), ((4.0, 9.5), 2, 9.5), ((4.0, None), 2, None)):
-        slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
+        slots = PoolSlots(lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
         found = registry(pools=lambda: [PoolState("main", slots, [], starting)])  # noqa: B023
         assert found.get_sample_value("trident_gateway_pool_starting", {"pool": "main"}) == count
         assert found.get_sample_value("trident_gateway_pool_starting_seconds", {"pool": "main"}) == seconds
 
 
 async def test_the_backlog_is_told_by_class_and_state_and_what_came_of_it():
-    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(1, 1), AdmissionRules(short_reserve=0.0))
+    slots = PoolSlots(lambda: 0.0, lambda: Capacity(1, 1), AdmissionRules(short_reserve=0.0))
     first, second = Entry("acme", 100.0, priority=2, slots=2), Entry("acme", 30.0, priority=0)
     claims = [slots.claim(entry, 10.0) for entry in (first, second)]
     found = registry(pools=lambda: [PoolState("main", slots, [])])
