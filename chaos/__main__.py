@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """Raise InvalidArgument for what would run nothing, as nothing run would be told as nothing violated."""
-    shortest_s = scenario.SHORTEST_S
-    ranges = ("count", 1, 1000), ("duration", shortest_s, 600), ("limit_s", 1, 86_400), ("shrink", 0, 100)
+    ranges = ("count", 1, 1000), ("duration", scenario.SHORTEST_S, 600), ("limit_s", 1, 86_400), ("shrink", 0, 100)
     for field, least, most in ranges:
         if not least <= (value := getattr(given, field)) <= most:
             raise InvalidArgument(f"--{field.replace('_', '-')}", f"must be from {least:g} to {most}, got {value:g}")
@@ -87,7 +86,6 @@ async def _main(given: argparse.Namespace) -> int:
         print("\n".join(map(str, scripts)), end="")
         return 0
     limit_s, listed, seen = time.monotonic() + given.limit_s, ratchet.known(), list[str]()
-    checked = list(listed) if given.known else []
     if given.expect:
         found = {violation.invariant for violation in await _once(scripts[0], given)}
         print(f"violated: {', '.join(sorted(found)) or 'nothing'}; expected: {given.expect}")
@@ -97,6 +95,7 @@ async def _main(given: argparse.Namespace) -> int:
             print(f"seed {script.seed} is left out: {given.limit_s:g} s are over")
             continue
         seen += await _findings(script, given)
+    checked = list(listed) if given.known else []
     for name in checked:
         script = scenario.read(ratchet.script(name))
         for _ in range(TRIES):
@@ -110,8 +109,7 @@ async def _main(given: argparse.Namespace) -> int:
 
 async def _findings(script: Scenario, given: argparse.Namespace) -> list[str]:
     """Run a scenario; shorten it and keep its script for each invariant that is violated. Return the findings."""
-    names = []
-    violations = await _once(script, given)
+    names, violations = [], await _once(script, given)
     seen: dict[str, set[str]] = {}  # what shorter scenarios violated, which one run tells for all invariants
     for invariant in {violation.invariant: None for violation in violations}:
 
@@ -121,8 +119,7 @@ async def _findings(script: Scenario, given: argparse.Namespace) -> list[str]:
             return invariant in seen[str(shorter)]
 
         small = await ratchet.shrink(script, fails, given.shrink)
-        name = ratchet.finding(invariant, small.faults)
-        names.append(name)
+        names.append(name := ratchet.finding(invariant, small.faults))
         folder = Path(tempfile.gettempdir()) if given.plant else ratchet.FOLDER
         path = ratchet.keep(name, small, [one for one in violations if one.invariant == invariant], folder)
         print(f"{name}, kept in {path}:\n{small}")
@@ -147,14 +144,12 @@ async def _once(script: Scenario, given: argparse.Namespace) -> list[Violation]:
 def _print(record: Record, wall_s: float) -> None:
     ends = Counter(one.error or "whole" for one in record.outcomes)
     counted = ", ".join(f"{count} {name}" for name, count in ends.most_common())
-    fired = "not tested"
-    if record.alerts is not None:
-        fired = ", ".join(sorted({name.partition(" ")[0] for name in record.alerts})) or "none"
+    alerts = {name.partition(" ")[0] for name in record.alerts or ()}
+    fired = "not tested" if record.alerts is None else ", ".join(sorted(alerts)) or "none"
     budget = f"; charged {record.budgets[0]:.0f}, held {record.budgets[1]:.0f}" if record.budgets else ""
     settled = f"{record.settled_s - record.load_ended_s:.1f} s after the load" if record.settled_s else "never"
-    print(
-        f"  {len(record.outcomes)} requests: {counted}{budget}; alerts: {fired}; whole again {settled}; {wall_s:.0f} s"
-    )
+    requests = f"{len(record.outcomes)} requests: {counted}{budget}"
+    print(f"  {requests}; alerts: {fired}; whole again {settled}; {wall_s:.0f} s")
     if record.missed:
         print(f"  could not be done: {'; '.join(str(this.fault) for this in record.missed)}")
 

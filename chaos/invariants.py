@@ -7,28 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from chaos.faults import GATEWAYS, KINDS
 from chaos.fleet import CAPPED_REQUESTS
 from chaos.load import CUT, LATE, LEFT, Outcome
-from chaos.scenario import Fault
+from chaos.scenario import GATEWAYS, KINDS, REPLICAS, Fault, Kind
 from contract.prometheus import Metrics
 
 RECOVERY_S = 10.0
 MORE_DESCRIPTORS, MORE_BYTES = 24, 100_000_000
 WORKER, CACHE_BYTES = "cpu_engine.worker", 270_000_000  # of the demo's KV cache, a page of which is there once used
 # Of gateways and of replicas, 0 once no request is under way.
-GAUGES = (
-    "trident_gateway_in_flight",
-    "trident_gateway_waiting",
-    "trident_gateway_pool_running",
-    "trident_gateway_pool_waiting",
-    "trident_gateway_pool_queued_tokens",
-    "trident_gateway_pool_backlog_tokens",
-    "trident_gateway_queue_depth",
-    "trident_gateway_replica_outstanding",
-    "trident_gateway_body_bytes",
-    "trident_open_streams",
-)
+_OF_GATEWAYS = "in_flight waiting pool_running pool_waiting pool_queued_tokens pool_backlog_tokens"
+_OF_GATEWAYS += " queue_depth replica_outstanding body_bytes"
+GAUGES = (*(f"trident_gateway_{name}" for name in _OF_GATEWAYS.split()), "trident_open_streams")
 NAMES = "faults ends bytes isolation errors budgets frees gauges resources recovery floor alerts".split()
 ALERTS = {"TridentReplicaOut": "replica", "TridentGatewayDown": "gateway"}
 SLACK_S = 2.5  # of what samples tell: two readings in a row may get no answer in time
@@ -43,14 +33,10 @@ class Happened:
     begun_s: float
     ended_s: float
 
-    def touches(self, since_s: float, until_s: float, recovery_s: float) -> bool:
-        """Return whether it may be felt in that time, its recovery included."""
-        return self.begun_s <= until_s and since_s <= self.ended_s + recovery_s
-
 
 @dataclass(frozen=True)
 class Violation:
-    """invariant: its name. detail: in words. at_s: when, in seconds of the monotonic clock, 0 for the end."""
+    """at_s: seconds of the monotonic clock, 0 for the end."""
 
     invariant: str
     detail: str
@@ -61,18 +47,15 @@ class Violation:
 class Record:
     """All that was seen of a run. Times are seconds of the monotonic clock.
 
-    expected, inputs: undisturbed text and tokens of each prompt.
-    missed: faults that could not be done.
+    expected, inputs: undisturbed text and tokens of each prompt. missed: faults that could not be done.
     samples: metrics of all processes that answered, by the time of reading; the last is of the end.
-    well_s: times of those samples at which every process was well.
+    well_s: times of those samples at which every process was well. stored: when, and what is wrong with responses.
     resources: descriptors and bytes of memory by name and pid, before the first fault and at the end.
-    stored: when, and what is wrong with stored responses.
     budgets: of "metered" at the end, tokens that its bucket lacks and those still held; None without Redis.
     caps: requests that Redis still counts under caps at the end.
     admitted: requests that the bucket of "capped" admits over the time of the run. at_once: at the same time.
     alerts: when each fired, by ``ALERT PROCESS REPLICA``; None without Prometheus. alerts_left: that fire at the end.
-    unread: when Prometheus could not read a gateway, by its name.
-    closing_s: when the last load began, after the recovery of all faults.
+    unread: when Prometheus could not read a gateway. closing_s: when the last load began, after all recoveries.
     settled_s: when every process was well after the load; 0: never. recovery_s: how long that may take.
     """
 
@@ -99,6 +82,16 @@ class Record:
     settled_s: float = 0.0
     held_s: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def last(self) -> Mapping[str, Metrics]:
+        """The metrics at the end."""
+        return self.samples[-1][1] if self.samples else {}
+
+    def felt(self, since_s: float, until_s: float) -> list[tuple[Kind, str]]:
+        """Return kinds and targets of the faults that may be felt in that time, their recovery included."""
+        near = (one for one in self.happened if one.begun_s <= until_s and since_s <= one.ended_s + self.recovery_s)
+        return [(KINDS[one.fault.kind], one.fault.target) for one in near]
+
 
 def check(record: Record) -> list[Violation]:
     """Return every violation, by invariant."""
@@ -108,9 +101,8 @@ def check(record: Record) -> list[Violation]:
 
 def _faults(record: Record) -> Iterator[Violation]:
     for missed in record.missed:
-        at_s, target = missed.begun_s, missed.fault.target
-        felt = [this.fault for this in record.happened if this.touches(at_s, at_s, record.recovery_s)]
-        kinds = [KINDS[fault.kind] for fault in felt if fault.target == target]
+        at_s = missed.begun_s
+        kinds = [kind for kind, target in record.felt(at_s, at_s) if target == missed.fault.target]
         if not any(kind.replica_out or kind.gateway_out or kind.budgets_out for kind in kinds):
             detail = f"`{missed.fault}` could not be done, and no fault before it ended what it is done to"
             yield Violation("faults", detail, at_s)
@@ -132,8 +124,7 @@ def _texts(record: Record) -> Iterator[Violation]:
         expected = record.expected[one.prompt.text]
         if one.text == expected or (one.error and expected.startswith(one.text)):
             continue
-        others = [text for prompt, text in record.expected.items() if prompt != one.prompt.text]
-        tail = one.text[-20:]
+        others, tail = (text for prompt, text in record.expected.items() if prompt != one.prompt.text), one.text[-20:]
         elsewhere = any(text.startswith(tail) or one.text in text for text in others)
         # Where its own text goes on like this too, it lost or doubled something before.
         foreign = len(one.text) > 20 and elsewhere and tail not in expected
@@ -158,26 +149,25 @@ def allowed(one: Outcome, record: Record) -> bool:
     """Return whether docs/chaos.md allows that a request ends so."""
     if one.error == LEFT:
         return True
-    felt = [this.fault for this in record.happened if this.touches(one.sent_s, one.ended_s, record.recovery_s)]
+    felt = record.felt(one.sent_s, one.ended_s)
     if one.error == "Overloaded" and one.prompt.tenant == "capped":
         served = [other for other in record.outcomes if other.prompt.tenant == "capped" and other.error != one.error]
         before = [other for other in served if other.sent_s <= one.ended_s]
         # A gateway that Redis does not answer at once has its share of the cap: one of the two.
         under_way = any(other.ended_s >= one.sent_s - SLACK_S for other in before)
         return bool(felt) or under_way or len(before) >= CAPPED_REQUESTS
-    near = [(KINDS[fault.kind], fault.target) for fault in felt]
     if one.error == CUT:
-        here, begun = [kind for kind, target in near if target == one.gateway], one.received or one.text
+        begun = one.received or one.text
         # A gateway that is stopped takes no connection, and a caller gives up before it goes on.
-        return any(kind.gateway_out or (kind.silent and not begun) for kind in here)
+        return any(kind.gateway_out or (kind.silent and not begun) for kind, at in felt if at == one.gateway)
     if one.error not in ("Unavailable", "DeadlineExceeded", "EngineFailed"):
         return False
-    if one.prompt.tenant != "plain" and one.error == "Unavailable" and any(kind.budgets_out for kind, _ in near):
+    if one.prompt.tenant != "plain" and one.error == "Unavailable" and any(kind.budgets_out for kind, _ in felt):
         return True
-    if one.error == "DeadlineExceeded" and any(kind.silent for kind, _ in near):
+    if one.error == "DeadlineExceeded" and any(kind.silent for kind, _ in felt):
         return True
-    out = {target for kind, target in near if kind.replica_out or kind.silent}
-    return len(out & {"replica-1", "replica-2"}) == 2 or bool(out & {one.gateway})
+    out = {target for kind, target in felt if kind.replica_out or kind.silent}
+    return out.issuperset(REPLICAS) or one.gateway in out
 
 
 def _budgets(record: Record) -> Iterator[Violation]:
@@ -210,21 +200,18 @@ def _caps(record: Record) -> Iterator[Violation]:
     spans = [(one.first_s, one.ended_s - CALLER_S) for one in capped]
     for at_s in sorted(begun_s for begun_s, _ in spans):
         count = sum(begun_s <= at_s < ended_s for begun_s, ended_s in spans)
-        felt = [this.fault for this in record.happened if this.touches(at_s, at_s, record.recovery_s)]
-        kinds = [(KINDS[fault.kind], fault.target) for fault in felt]
         # A gateway that hangs for longer than its lease in Redis is not counted, and its streams go on later.
-        alone = any(kind.budgets_out or (kind.silent and target in GATEWAYS) for kind, target in kinds)
+        felt = record.felt(at_s, at_s)
+        alone = any(kind.budgets_out or (kind.silent and target in GATEWAYS) for kind, target in felt)
         if count > record.at_once and not alone:
             yield Violation("budgets", f"'capped' had {count} streams at once and may have {record.at_once}", at_s)
             return
 
 
 def _frees(record: Record) -> Iterator[Violation]:
-    """Of the callers of a protocol that leave in the first half of a stream, far from any fault, half at least are
-    served no further, and half of those free an engine: the others may have been at their end already."""
+    """Of callers that leave early, far from any fault, half are served no further, and half of those free an engine."""
     cut, cancelled, counts = 0, 0.0, dict[str, float]()
-    felt = [(this.begun_s, this.ended_s + record.recovery_s) for this in record.happened]
-    far = [one for one in record.outcomes if not any(a <= one.ended_s + 1 and one.sent_s <= b for a, b in felt)]
+    far = [one for one in record.outcomes if not record.felt(one.sent_s, one.ended_s + 1)]
     for protocol in ("http", "grpc"):
         left = [one for one in far if one.error == LEFT and one.protocol == protocol and one.received]
         ends = [one.tokens[1] < one.prompt.max_tokens for one in left if one.tokens]
@@ -240,8 +227,7 @@ def _frees(record: Record) -> Iterator[Violation]:
 
 
 def _gauges(record: Record) -> Iterator[Violation]:
-    pages = record.samples[-1][1] if record.samples else {}
-    for name, value in left(pages).items():
+    for name, value in left(record.last).items():
         yield Violation("gauges", f"{name} is {value:g} and no request is under way")
     if record.caps:
         yield Violation("gauges", f"Redis counts {record.caps} requests under caps and none is under way")
@@ -287,7 +273,7 @@ def _recovery(record: Record) -> Iterator[Violation]:
             if ended_s - begun_s > SLACK_S and begun_s <= due_s < min(ended_s, next_s):
                 after = f"{begun_s - fault_s:.1f} to {ended_s - fault_s:.1f} s after a fault"
                 yield Violation("recovery", f"the fleet was not whole from {after}", fault_s)
-    for name, replica in broken(record.samples[-1][1] if record.samples else {}):
+    for name, replica in broken(record.last):
         yield Violation("recovery", f"the breaker of {replica} at {name} is not closed at the end")
     if not record.settled_s:
         yield Violation("recovery", "the fleet was never whole again")
@@ -319,8 +305,7 @@ def _floor(record: Record) -> Iterator[Violation]:
                 pool = labels.get("pool", "")
                 yield Violation("floor", f"the scaler wants {value:g} replicas of {pool!r}: min_replicas is 2", at_s)
                 return
-    pages = record.samples[-1][1] if record.samples else {}
-    if "scaler" in pages and not list(pages["scaler"].matching("trident_scaler_wanted")):
+    if "scaler" in record.last and not list(record.last["scaler"].matching("trident_scaler_wanted")):
         yield Violation("floor", "the scaler does not tell how many replicas it wants")
 
 
@@ -342,17 +327,14 @@ def _alerts(record: Record) -> Iterator[Violation]:
 
 def spans(samples: Sequence[tuple[float, Mapping[str, Metrics]]], what: str) -> list[tuple[str, float, float]]:
     """Return the times between which one gateway was not there, or said without a pause that one replica is out."""
-    return _spans((at_s, set(_out(pages, what))) for at_s, pages in samples)
+    return _spans((at_s, _out(pages, what)) for at_s, pages in samples)
 
 
-def _out(pages: Mapping[str, Metrics], what: str) -> Iterator[str]:
+def _out(pages: Mapping[str, Metrics], what: str) -> set[str]:
     if what == "gateway":
-        yield from (name for name in GATEWAYS if name not in pages)
-        return
-    for name, page in pages.items():
-        for labels, value in page.matching("trident_gateway_replica_healthy"):
-            if value == 0:
-                yield f"{name} {labels['replica']}"
+        return set(GATEWAYS) - pages.keys()
+    told = ((name, one) for name, page in pages.items() for one in page.matching("trident_gateway_replica_healthy"))
+    return {f"{name} {labels['replica']}" for name, (labels, value) in told if value == 0}
 
 
 def _spans(samples: Iterable[tuple[float, set[str]]]) -> list[tuple[str, float, float]]:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -60,10 +61,9 @@ class Outcome:
     """How a request ended. Times are seconds of the monotonic clock.
 
     ends: messages that end the stream, one by right. late_text: text behind the first of them.
-    error: name of the error's class, CUT, LATE, LEFT, or "". message: its text.
+    error: name of the error's class, CUT, LATE, LEFT, or "". reason: why its tokens ended, "" if they did not.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
-    reason: why its tokens ended, "" if they did not.
-    id: what logs call the request. leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
+    leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     """
 
@@ -104,9 +104,8 @@ class Outcome:
 
     def __str__(self) -> str:
         how = f"{self.error}: {self.message}" if self.error else f"{len(self.text)} characters, {self.ends} ends"
-        return (
-            f"{self.id}, {self.prompt.tenant} {self.prompt.max_tokens} tokens, {self.protocol} at {self.gateway}: {how}"
-        )
+        what = f"{self.id}, {self.prompt.tenant} {self.prompt.max_tokens} tokens"
+        return f"{what}, {self.protocol} at {self.gateway}: {how}"
 
 
 @dataclass
@@ -134,9 +133,8 @@ class Load:
             while at_s < duration_s:
                 await asyncio.sleep(begun_s + at_s - time.monotonic())
                 prompt, protocol = source.choice(PROMPTS), source.choice(("http", "grpc"))
-                outcome = Outcome(
-                    prompt, protocol, source.choice(sorted(self.http)), 0.0, id=f"chaos-{len(self.outcomes)}"
-                )
+                gateway, name = source.choice(sorted(self.http)), f"chaos-{len(self.outcomes)}"
+                outcome = Outcome(prompt, protocol, gateway, 0.0, id=name)
                 if prompt.max_tokens >= LONG and leaving.random() < LEAVING:
                     outcome.leaves = leaving.choice((0, 1, 1, 1)) * leaving.randint(1, prompt.max_tokens // 2)
                 tasks.append(asyncio.create_task(self._send(outcome, session)))
@@ -233,15 +231,13 @@ class Load:
                 delta, _, message = decode(data)
                 if message:
                     outcome.ends += 1
-                    error = errors.from_text(message)
-                    outcome.fail(type(error).__name__ if error else "EngineFailed", message)
+                    outcome.fail(_of_text(message), message)
                 elif delta is not None:
                     outcome.add(delta.text, len(delta.token_ids))
                     if delta.finish_reason is not None:
                         outcome.ends, outcome.reason = outcome.ends + 1, delta.finish_reason.value
                     if delta.finish_reason is FinishReason.ERROR:
-                        error = errors.from_text(delta.error)
-                        outcome.fail(type(error).__name__ if error else "EngineFailed", delta.error)
+                        outcome.fail(_of_text(delta.error), delta.error)
                     if delta.usage is not None:
                         outcome.tokens = delta.usage.input_tokens, delta.usage.output_tokens
             if not outcome.ends:
@@ -258,6 +254,10 @@ class Load:
             await channel.close()
 
 
+def _of_text(message: str) -> str:
+    return type(errors.from_text(message) or errors.EngineFailed()).__name__
+
+
 def _of_status(status: int | str | None) -> str:
     """Return the name of the error class with an HTTP status, or with the code of an event."""
     status = _CODES.get(str(status), status)
@@ -266,16 +266,12 @@ def _of_status(status: int | str | None) -> str:
 
 
 async def undisturbed(url: str, tokenizer: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the text that follows each prompt and the prompt's tokens, asked directly at a replica.
-
-    tokenizer: file that its ids are decoded by here: what the replica makes of them is what is tested.
-    """
+    """Return the text that follows each prompt and the prompt's tokens, asked directly at a replica. tokenizer: file
+    that its ids are decoded by here: what the replica makes of them is what is tested."""
     decoder = Tokenizer.from_file(str(tokenizer))
     async with AsyncClient(url) as client:
-        streams = [
-            client.generate(one.text, max_tokens=one.max_tokens, temperature=0.0, ignore_eos=True) for one in PROMPTS
-        ]
-        found = await asyncio.gather(*(stream.complete() for stream in streams))
+        ask = partial(client.generate, temperature=0.0, ignore_eos=True)
+        found = await asyncio.gather(*(ask(one.text, max_tokens=one.max_tokens).complete() for one in PROMPTS))
     pairs = [(prompt.text, one) for prompt, one in zip(PROMPTS, found, strict=True)]
     texts = {text: decoder.decode(one.token_ids) for text, one in pairs}
     return texts, {text: one.usage.input_tokens for text, one in pairs if one.usage}

@@ -13,7 +13,6 @@ from contract.errors import InvalidArgument
 
 FOLDER = Path(__file__).parent / "regressions"
 KNOWN = FOLDER / "known.txt"
-# A finding: the invariant and the kinds of faults that suffice for it.
 Fails = Callable[[Scenario], Awaitable[bool]]
 
 
@@ -68,12 +67,8 @@ def known(path: Path = KNOWN) -> dict[str, str]:
 
 
 def judge(seen: Sequence[str], checked: Sequence[str], listed: dict[str, str]) -> list[str]:
-    """Return what is wrong: findings that are new, and listed ones whose scripts no longer fail.
-
-    checked: listed findings whose scripts were run.
-    """
-    problems = [
-        f"new finding {name}: mend it, or list it in {KNOWN.name} with a reason" for name in set(seen) - set(listed)
-    ]
-    gone = [name for name in checked if name in listed and name not in seen]
-    return sorted(problems) + [f"{name} no longer occurs: remove it from {KNOWN.name}" for name in gone]
+    """Return what is wrong: findings that are new, and listed ones whose scripts no longer fail. checked: listed
+    findings whose scripts were run."""
+    advice = f"mend it, or list it in {KNOWN.name} with a reason"
+    new = [f"new finding {name}: {advice}" for name in sorted(set(seen) - listed.keys())]
+    return new + [f"{name} no longer occurs: remove it from {KNOWN.name}" for name in checked if name not in seen]

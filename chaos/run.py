@@ -16,8 +16,6 @@ from pathlib import Path
 import aiohttp
 
 from chaos import alerts, invariants
-from chaos.envoy import FILTERED
-from chaos.faults import KINDS
 from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, MAX_IN_FLIGHT, TOKENIZER, Fleet
 from chaos.invariants import Happened, Record, Violation
 from chaos.load import LEFT, Load, Outcome, undisturbed
@@ -35,10 +33,8 @@ SETTLE_S = 25.0
 
 
 async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[Violation], Record, frozenset[str]]:
-    """Start a fleet, run the scenario and stop it. Return violations, record, and what is not installed.
-
-    folder: of logs, and of outcomes.jsonl, a line for each request. Raises TridentError if the fleet does not start.
-    """
+    """Start a fleet, run the scenario and stop it. Return violations, record, and what is not installed. folder: of
+    logs, and of outcomes.jsonl, a line for each request. Raises TridentError if the fleet does not start."""
     fleet = Fleet(folder, plant)
     try:
         await fleet.start()
@@ -105,48 +101,42 @@ async def _close(fleet: Fleet, load: Load, scenario: Scenario, record: Record) -
 
 
 async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> None:
-    """Wait for the fault's moment, do it, and take it back."""
+    """Wait for the fault's moment, do it, and take it back; take note of whether both could be done."""
     await asyncio.sleep(begun_s + fault.at_s - time.monotonic())
-    at_s = time.monotonic()
-    done = await _done(fleet, fault)
+    at_s, target = time.monotonic(), fault.target
+    action, _, what = fault.kind.partition(".")
+    done = True
+    if fault.kind == "envoy.reset":
+        envoy = fleet.processes[f"envoy-{target}"]
+        done = _signal(envoy.pid, signal.SIGKILL)
+        envoy.process.wait()
+        envoy.start()
+    elif action == "envoy":
+        done = await fleet.set_envoy(fault.kind, target, 100)
+        await asyncio.sleep(fault.for_s)
+        done = await fleet.set_envoy(fault.kind, target, 0) and done
+    elif action == "fail":
+        (armed := fleet.failpoint(target, what)).touch()
+        await asyncio.sleep(fault.for_s)
+        armed.unlink(missing_ok=True)
+    elif action == "kill":
+        done = _signal(fleet.pid(target, what), signal.SIGKILL)
+    else:
+        done = _signal(pid := fleet.pid(target, what), signal.SIGSTOP)
+        try:
+            await asyncio.sleep(fault.for_s)
+        finally:  # also of a run that is cancelled: SIGTERM does not end a stopped process
+            _signal(pid, signal.SIGCONT)
     (record.happened if done else record.missed).append(Happened(fault, at_s, time.monotonic()))
 
 
-async def _done(fleet: Fleet, fault: Fault) -> bool:
-    """Do a fault and take it back; return whether both could be done."""
-    kind, name = KINDS[fault.kind], fault.kind
-    done = True
-    if name in FILTERED:
-        done = await fleet.set_envoy(name, fault.target, 100)
-        await asyncio.sleep(fault.for_s)
-        done = await fleet.set_envoy(name, fault.target, 0) and done
-    elif name == "envoy.reset":
-        done = _signal(fleet.pids(f"envoy-{fault.target}", "process"), signal.SIGKILL)
-        fleet.processes[f"envoy-{fault.target}"].process.wait()
-        fleet.processes[f"envoy-{fault.target}"].start()
-    elif name.startswith("fail."):
-        fleet.arm(fault.target, name.removeprefix("fail."), True)
-        await asyncio.sleep(fault.for_s)
-        fleet.arm(fault.target, name.removeprefix("fail."), False)
-    else:
-        pids = fleet.pids(fault.target, kind.process)
-        done = _signal(pids, signal.SIGKILL if name.startswith("kill.") else signal.SIGSTOP)
-        if kind.for_s:
-            try:
-                await asyncio.sleep(fault.for_s)
-            finally:  # also of a run that is cancelled: SIGTERM does not end a stopped process
-                _signal(pids, signal.SIGCONT)
-    return done
-
-
-def _signal(pids: list[int], number: signal.Signals) -> bool:
-    """Return whether a process got the signal."""
-    got = False
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process got the signal. pid: 0 for none."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
             os.kill(pid, number)
-            got = True
-    return got
+        return bool(pid)
+    return False
 
 
 async def _sample(fleet: Fleet, record: Record) -> None:
@@ -178,24 +168,18 @@ async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:
         well = fleet.is_well(pages)
         if well and not record.settled_s:
             record.settled_s = time.monotonic()
-        record.alerts_left = await _alerts_now(fleet)
+        if fleet.prometheus_url:
+            firing = (await _query(fleet, "query", FIRING))["data"]["result"]
+            record.alerts_left = sorted({series["metric"]["alertname"] for series in firing} - {NOT_JUDGED})
         if (well and not invariants.left(pages) and not record.alerts_left) or time.monotonic() > deadline_s:
             return pages
         await asyncio.sleep(SAMPLE_S)
 
 
-async def _alerts_now(fleet: Fleet) -> list[str]:
-    if not fleet.prometheus_url:
-        return []
-    answer = await _query(fleet, "query", FIRING)
-    return sorted({series["metric"]["alertname"] for series in answer["data"]["result"]} - {NOT_JUDGED})
-
-
 async def _query(fleet: Fleet, path: str, query: str, **parameters: float) -> Mapping:
     form = {"query": query, **{name: str(value) for name, value in parameters.items()}}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{fleet.prometheus_url}/api/v1/{path}", data=form) as answer:
-            return await answer.json()
+    async with aiohttp.request("POST", f"{fleet.prometheus_url}/api/v1/{path}", data=form) as answer:
+        return await answer.json()
 
 
 async def _read_redis(fleet: Fleet, record: Record) -> None:

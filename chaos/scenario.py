@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.faults import KINDS
 from contract.errors import InvalidArgument
 
+REPLICAS, GATEWAYS, REDIS = ("replica-1", "replica-2"), ("gateway-1", "gateway-2"), ("redis",)
 FORMS = "seed N, duration SECONDS, rate NUMBER or at SECONDS KIND TARGET [for SECONDS]"
 # Of the numbers in a script, seconds but for the rate, which is requests per second.
 RANGES = {"duration": (1.0, 600.0), "rate": (0.1, 100.0), "at": (0.0, 600.0), "for": (0.1, 600.0)}
@@ -19,6 +19,51 @@ FIRST_S = 3.0, 5.0  # of the first fault: what is measured before it is what is 
 TAIL_S = 6.0  # of the load behind the last fault
 SHORTEST_S = FIRST_S[1] + TAIL_S  # of a scenario that is drawn: in a shorter one there might be no fault
 PAIRED = 0.4  # of the faults, which begin within a second of the one before
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    targets: what it can be done to. for_s: seconds that it may last, least and most; None: it is over at once.
+    needs: "redis" or "envoy", or "".
+    replica_out: requests can lose a replica. gateway_out: streams at that gateway break off. silent: a stream may
+        hear nothing until the gateway's timeouts. budgets_out: tenants with budgets may be refused.
+    """
+
+    targets: tuple[str, ...]
+    for_s: tuple[float, float] | None = None
+    needs: str = ""
+    replica_out: bool = False
+    gateway_out: bool = False
+    silent: bool = False
+    budgets_out: bool = False
+
+
+_STOPPED = ("tritonserver", "engine", "detokenizer", "supervisor")  # of a replica
+KINDS = {
+    **{f"kill.{name}": Kind(REPLICAS, replica_out=True) for name in (*_STOPPED, "tokenizer")},
+    **{f"stop.{name}": Kind(REPLICAS, (0.5, 3.0), replica_out=True, silent=True) for name in _STOPPED},
+    # gateway-1 has two workers, gateway-2 is one process.
+    "kill.worker": Kind(("gateway-1",), gateway_out=True),
+    "stop.worker": Kind(("gateway-1",), (0.5, 3.0), silent=True),
+    "kill.gateway": Kind(("gateway-2",), gateway_out=True),
+    "stop.gateway": Kind(("gateway-2",), (0.5, 3.0), silent=True),
+    "kill.redis": Kind(REDIS, needs="redis", budgets_out=True),
+    "stop.redis": Kind(REDIS, (0.5, 4.0), needs="redis", budgets_out=True),
+    "envoy.delay": Kind(REPLICAS, (1.0, 4.0), needs="envoy"),
+    "envoy.abort": Kind(REPLICAS, (1.0, 4.0), needs="envoy", replica_out=True),
+    "envoy.throttle": Kind(REPLICAS, (1.0, 3.0), needs="envoy", silent=True),
+    "envoy.reset": Kind(REPLICAS, needs="envoy", replica_out=True),
+    "fail.engine.step": Kind(REPLICAS, (0.2, 1.0), replica_out=True),
+    "fail.engine.kv": Kind(REPLICAS, (0.5, 3.0), silent=True),
+    "fail.disk.slow": Kind(GATEWAYS + REPLICAS, (1.0, 4.0)),
+    "fail.disk.full": Kind(GATEWAYS + REPLICAS, (1.0, 4.0)),
+    "fail.redis.away": Kind(GATEWAYS, (1.0, 4.0), needs="redis", budgets_out=True),
+    "fail.metrics.lie": Kind(GATEWAYS, (1.0, 4.0)),
+    "fail.clock.jump": Kind(GATEWAYS + REPLICAS, (1.0, 4.0)),
+    "fail.descriptors.few": Kind(GATEWAYS, (0.5, 2.0), gateway_out=True, replica_out=True, budgets_out=True),
+}
 
 
 @dataclass(frozen=True)

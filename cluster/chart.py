@@ -3,8 +3,8 @@
 python -m cluster.chart             lint the chart, render and validate every case, compare with its rendered.yaml
 python -m cluster.chart --update    the same, but write rendered.yaml
 
-A case is a folder of ``cluster/helm/cases`` with values.yaml. Documents of Kubernetes' own kinds are held to their
-strict schemas, custom resources to those of ``cluster/helm/schemas``, in which unknown fields are errors.
+A case is a folder of ``cluster/helm/cases`` with values.yaml. Kubernetes' own kinds are held to their strict schemas,
+custom resources to those of ``cluster/helm/schemas``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ CUSTOM = {"ScaledObject", "InferencePool", "ServiceMonitor"}
 
 
 def render(values: Path, release: str = "trident", namespace: str = "llm") -> str:
-    """Return the documents of the chart for a values file, as YAML.
-
-    Raises InvalidArgument: the chart refuses the values or the name; the text is helm's.
-    """
+    """Return the documents of the chart for a values file, as YAML. Raises InvalidArgument: the chart refuses the
+    values or the name; the text is helm's."""
     return _helm("template", release, str(CHART), "--namespace", namespace, "--values", str(values))
 
 
@@ -72,9 +70,8 @@ def main(argv: list[str]) -> int:
             if "--update" in argv:
                 golden.write_text(text, "utf-8")
             elif not golden.is_file() or golden.read_text("utf-8") != text:
-                found.append(
-                    f"{case.name}: not as {golden.name} says; if it should, `python -m cluster.chart --update`"
-                )
+                advice = "if it should, `python -m cluster.chart --update`"
+                found.append(f"{case.name}: not as {golden.name} says; {advice}")
             print(f"chart: {case.name}: {len(documents(text))} documents")
     except (EngineFailed, InvalidArgument) as error:
         found.append(str(error))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.plan.report import SUFFIXES
+from cluster.plan.report import check_plot
 from contract.errors import InvalidArgument, TridentError
 from simulator import fidelity, report, scenario
 from simulator.run import Result, check, run
@@ -18,13 +18,12 @@ from simulator.run import Result, check, run
 def main(arguments: Sequence[str]) -> int:
     """Return 0, 1 if an invariant did not hold, 2 for a scenario that cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
+    parser.set_defaults(json=None, plot=None)
     commands = parser.add_subparsers(dest="command", required=True)
     single = commands.add_parser("run", help="simulate one scenario")
-    single.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=1)
     pair = commands.add_parser("compare", help="simulate two scenarios on the same random numbers")
-    pair.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=2)
-    for command in (single, pair):
-        command.add_argument("--seed", type=int, default=0)
+    for command, number in ((single, 1), (pair, 2)):
+        command.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=number)
         command.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     single.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture there (.png, .svg)")
     real = commands.add_parser("fidelity", help="compare forecasts with real runs of a calibrated engine")
@@ -32,8 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     real.add_argument("--seconds", type=float, default=30.0, help="of each of three loads")
     real.add_argument("--input", default="lognormal:64,0.5", help="tokens of prompts, as a persona's")
     real.add_argument("--output", default="lognormal:64,0.5", help="tokens of answers")
-    real.add_argument("--seed", type=int, default=0)
     real.add_argument("--keep", action="store_true", help="tell what was found with every forecast from now on")
+    for command in (single, pair, real):
+        command.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     try:
         if options.command == "fidelity":
@@ -41,11 +41,10 @@ def main(arguments: Sequence[str]) -> int:
             if options.keep:
                 fidelity.keep(options.engine, found)
             return 0
-        for field, path in (("json", options.json), ("plot", getattr(options, "plot", None))):
-            if path and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise InvalidArgument(field, f"must be a file of a folder that exists, got {path}")
-            if path and field == "plot" and path.suffix not in SUFFIXES:
-                raise InvalidArgument(field, f"must end in {', '.join(SUFFIXES)}, got {path}")
+        if options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+            raise InvalidArgument("json", f"must be a file of a folder that exists, got {options.json}")
+        if options.plot:
+            check_plot(options.plot)
         read = [scenario.read(path) for path in options.scenarios]
         for one in read:
             check(one)
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         print(shown)
         if options.json is not None:
             options.json.write_text(json.dumps(written, sort_keys=True) + "\n", "utf-8")
-        if getattr(options, "plot", None) is not None:
+        if options.plot is not None:
             report.plot(results[0], options.plot)
     except (TridentError, OSError) as exc:
         print(f"simulator: {exc}", file=sys.stderr)

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from clients.replica_set.discovery import Discovery
 from clients.replica_set.replica_set import ReplicaSet
@@ -30,8 +29,7 @@ from gateway.routing.registrations import Registered
 from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.replicas import Replicas, RoutedReplica
 from gateway.service import Service
-from simulator.engine import Engine
-from simulator.replica import Channel, Prompt, Replica
+from simulator.replica import Channel, Engine, Prompt, Replica
 from simulator.routes import Routes
 from simulator.scenario import Fault, Pool, Scenario
 
@@ -48,25 +46,20 @@ class Fleet:
     """The replicas, by pool in the order of their starts. wanted, used_s (replica-seconds): by pool.
 
     decisions: all of the law by pool, with their times, and whether a part of the load was not known.
-    blind: outages of the gateways' metrics that last.
-    missed: numbers of the faults that hit no replica.
+    blind: outages of the gateways' metrics that last. missed: numbers of the faults that hit no replica.
     violations: of what must hold, and how often.
     """
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
-        self._scenario, self._seed = scenario, seed
-        self._rng = random.Random(f"{seed} fleet")
+        self._scenario, self._seed, self._rng = scenario, seed, random.Random(f"{seed} fleet")
         self._loop = asyncio.get_running_loop()
         self.replicas: dict[str, list[Replica]] = {name: [] for name in scenario.pools}
         self.hosts: dict[str, Replica] = {}
         self.wanted = {name: pool.replicas for name, pool in scenario.pools.items()}
-        self.blind = 0
-        self.missed: list[int] = []
-        self.violations: Counter[str] = Counter()
+        self.blind, self.missed, self.violations = 0, list[int](), Counter[str]()
         self.gateways: list[Service] = []
         self.decisions: dict[str, list[tuple[float, Decision, bool]]] = {name: [] for name in scenario.pools}
         self.used_s = dict.fromkeys(scenario.pools, 0.0)
-        self._states: dict[str, Any] = {}
         self._tasks = Background()
         for name, pool in scenario.pools.items():
             for _ in range(pool.replicas):
@@ -76,18 +69,11 @@ class Fleet:
         """Return the replicas that were ordered and not given back."""
         return [replica for replica in self.replicas[pool] if replica.state not in ("draining", "gone")]
 
-    def drafted_tokens(self, pool: str) -> float:
-        """Return the tokens that steps with drafts have made, also those of replicas that are gone."""
-        return sum(replica.engine.drafted_tokens for replica in self.hosts.values() if replica.pool == pool)
-
-    def ready(self, pool: str) -> int:
-        return sum(replica.state == "ready" for replica in self.replicas[pool])
-
     @property
     def calls(self) -> int:
         """Requests of people that replicas work on, without probes."""
-        every = (replica for replicas in self.replicas.values() for replica in replicas)
-        return sum(isinstance(call.prompt, Prompt) for replica in every for call in replica.calls)
+        every = (call for replicas in self.replicas.values() for replica in replicas for call in replica.calls)
+        return sum(isinstance(call.prompt, Prompt) for call in every)
 
     def slots(self, pool: str) -> int:
         """Return the slots of the replicas that are not gone."""
@@ -127,14 +113,14 @@ class Fleet:
         reader = _Reader(self)
         while True:
             await asyncio.sleep(self._scenario.interval_s)
-            await reader.read(cast(aiohttp.ClientSession, None))
+            await reader.read(cast(Any, None))
             for pool in self._scenario.pools:
-                rules, load = self._scenario.scaling.of(pool), reader.load(pool)
-                if load is None and pool not in self._states:  # nothing was ever known of it
+                load, made = reader.load(pool), self.decisions[pool]
+                if load is None and not made:  # nothing was ever known of it
                     continue
-                decision = decide(rules, load, self._states.get(pool), time.time())
-                self._states[pool] = decision.state
-                self.decisions[pool].append((self._loop.time(), decision, not reader.complete))
+                state = made[-1][1].state if made else None
+                decision = decide(self._scenario.scaling.of(pool), load, state, time.time())
+                made.append((self._loop.time(), decision, not reader.complete))
                 if decision.wanted != self.wanted[pool]:
                     self.order(pool, decision.wanted)
 
@@ -148,23 +134,24 @@ class Fleet:
             hit = [replica for replica in hit if replica.state != "dead"]
         if not hit:
             self.missed.append(number)
-        for begins in (True, False):
-            more = 1 if begins else -1
+        for more in (1, -1):  # it begins, it ends
             self.blind += more * (fault.kind == "metrics_outage")
             for replica in hit:
                 if fault.kind == "slow":
-                    replica.engine.slow *= fault.factor if begins else 1 / fault.factor
+                    replica.engine.slow *= fault.factor**more
                 elif fault.kind == "network_delay":
                     replica.delay_s += more * fault.delay_s
                 elif fault.kind == "metrics_outage":
                     replica.blind += more
                 elif fault.kind == "fail":
                     replica.failing += more
-                elif begins:
+                elif more > 0:
                     self._hold(replica, fault, number)
-                else:
-                    self._let_go(replica, number)
-            if begins:
+                elif number in replica.held:
+                    replica.held.remove(number)
+                    if not replica.held and replica.state in ("dead", "hung"):
+                        replica.state, replica.ready_s = "starting", self._loop.time() + replica.left_s
+            if more > 0:
                 await asyncio.sleep(fault.for_s)
 
     async def close(self) -> None:
@@ -181,12 +168,6 @@ class Fleet:
             replica.left_s = max(0.0, replica.ready_s - self._loop.time())
             replica.hang()
         replica.held.add(number)
-
-    def _let_go(self, replica: Replica, number: int) -> None:
-        if number in replica.held:
-            replica.held.remove(number)
-            if not replica.held and replica.state in ("dead", "hung"):
-                replica.state, replica.ready_s = "starting", self._loop.time() + replica.left_s
 
     def _start(self, pool: str, rules: Pool, after_s: float) -> None:
         number = len(self.hosts) + 1
@@ -232,8 +213,7 @@ class _Replicas(Replicas):
         def connected(url: str) -> RoutedReplica:
             replica = make(url)
             host, connection = self._fleet.hosts[url.rpartition(":")[0]], replica.channel.connection
-            channel: Any = Channel(host, connection, self._routes)
-            replica.channel = channel
+            replica.channel = cast(Any, Channel(host, connection, self._routes))
             return replica
 
         made._make = connected
@@ -253,22 +233,20 @@ class _Reader(Reader):
     async def _read(self, http: object, url: str, page: Any) -> None:
         if not self._fleet.blind:
             gateway = self._fleet.gateways[int(url.split(":")[2].removesuffix("/metrics")) - 1]
-            text = generate_latest(cast(CollectorRegistry, gateway.state_metrics)).decode()
+            text = generate_latest(cast(Any, gateway.state_metrics)).decode()
             page.take(prometheus.parse(text, PREFIXES), time.monotonic())
 
 
 def gateway(scenario: Scenario, keys: Sequence[str], fleet: Fleet, seed: int, number: int, folder: Path) -> Service:
-    """Return one gateway, not started. keys: org/team/key of the people. folder: for its copy of the policy.
-
-    Raises InvalidArgument for a policy or settings that cannot be used.
-    """
+    """Return one gateway, not started. keys: org/team/key of the people. folder: for its copy of the policy. Raises
+    InvalidArgument for a policy or settings that cannot be used."""
     given = scenario.gateway
     for name in given.settings:
+        if name.lower() in _OUTSIDE:
+            raise InvalidArgument(f"gateway.settings.{name}", "must be left out in a simulation")
         if name.lower() not in Settings.model_fields:
             allowed = ", ".join(sorted(Settings.model_fields))
             raise InvalidArgument(f"gateway.settings.{name}", f"must be one of {allowed}")
-        if name.lower() in _OUTSIDE:
-            raise InvalidArgument(f"gateway.settings.{name}", "must be left out in a simulation")
     if given.policy and not Path(given.policy).is_file():
         raise InvalidArgument("gateway.policy", f"must be a file that can be read, got {given.policy}")
     environ = {f"TRIDENT_GATEWAY_{name.upper()}": value for name, value in given.settings.items()}

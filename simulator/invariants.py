@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,9 @@ from contract.generation import Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency, Slot
-from gateway.admission.pool_slots import PoolSlots
+from gateway.admission.fair_queue import Entry
+from gateway.admission.pool_slots import Claim, PoolSlots
+from gateway.admission.sharing import AHEAD
 from gateway.config.calendar import period_at
 from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level, Limits
@@ -25,10 +27,10 @@ from gateway.routing.circuit_breaker import BreakerState
 from gateway.service import Service
 from simulator.fleet import Fleet
 from simulator.replica import Replica
-from simulator.turns import Turns
 
 _SLACK = 1e-6
 _ROUNDING = 1e-3  # of balances of up to 10^12
+_Key = tuple[int, str]  # class and tenant, which take turns
 
 
 @dataclass
@@ -48,17 +50,14 @@ class _Account:
 
 
 class Ledger:
-    """Counts on its own what people send and get. violations: of the fleet, too.
-
-    gateways: each has budgets of its own, unless they share a store.
-    """
+    """Counts on its own what people send and get. violations: of the fleet, too. gateways: how many."""
 
     def __init__(self, gateways: int, fleet: Fleet) -> None:
         self._gateways, self._fleet = gateways, fleet
         self.violations, self.broken = fleet.violations, fleet.broken
         self.open = 0  # requests that began and did not end
         self._under_way = Counter[str]()  # requests that were admitted and have not ended, by level
-        self._taken: dict[tuple[str, str], float] = {}  # from a bucket, by its name and the reservation
+        self._taken: defaultdict[tuple[str, str], float] = defaultdict(float)  # from a bucket, by name and reservation
         self._tokens = 0  # of all requests
         self._placed = Counter[tuple[int, str]]()  # requests that hold a place under the caps, by caps and cap
         self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
@@ -128,8 +127,7 @@ class Ledger:
             self.broken("a request was refused within its budgets")
         for level_name, account, amount, settled in asked if reservation.granted else ():
             if account.left < amount - _ROUNDING:
-                unit = "" if settled else ", in requests"
-                self.broken(f"the budget of {level_name} was exceeded{unit}")
+                self.broken(f"the budget of {level_name} was exceeded{'' if settled else ', in requests'}")
             account.left -= amount
             if settled:
                 account.held += amount
@@ -156,8 +154,7 @@ class Ledger:
             account.left = min(account.most - account.held, account.left + amount - (micros if account.money else used))
         for name, bucket, had in before:
             if taken := had - bucket.balance - bucket.held:
-                place = name, reservation.id
-                self._taken[place] = self._taken.get(place, 0.0) + taken
+                self._taken[name, reservation.id] += taken
 
     @contextmanager
     def asking(self, number: int, gateway: Service, levels: Sequence[Level]) -> Iterator[None]:
@@ -276,3 +273,122 @@ class Ledger:
                 self.broken("reserved budget was not settled")
             if any(replica.work.outstanding for replica in gateway.replicas.all()):
                 self.broken("work stayed reserved at a replica")
+
+
+class Turns:
+    """Counts on its own who waits for the slots of a pool and who gets them. slots_there: of all replicas. known:
+    whether a ready one has told its slots; before, a gateway admits what may come."""
+
+    def __init__(
+        self, slots: PoolSlots, slots_there: Callable[[], int], known: Callable[[], bool], broken: Callable[[str], None]
+    ) -> None:
+        self._slots, self._there, self._known, self._broken = slots, slots_there, known, broken
+        self._came: defaultdict[int, dict[Entry, float]] = defaultdict(dict)  # by class, in the order they came
+        self._held_of, self._held_at = Counter[str](), Counter[int]()  # slots by tenant and by class
+        # By key: tokens of a request at most, of those that run, and of these at most.
+        self._largest: defaultdict[_Key, float] = defaultdict(float)
+        self._running: defaultdict[_Key, float] = defaultdict(float)
+        self._most_running: defaultdict[_Key, float] = defaultdict(float)
+        # Tokens by weight that the first key got in turns of both beyond what the second one got.
+        self._ahead: defaultdict[_Key, defaultdict[_Key, float]] = defaultdict(lambda: defaultdict(float))
+        seen: Any = slots
+        seen.enter, seen._give, seen._take_back = self._enter, self._give, self._take_back
+        seen.queue.give_back = self._give_back
+
+    def _enter(self, claim: Claim) -> None:
+        entry, flow = claim.entry, self._slots.queue._flows.get(key := _key(claim.entry))
+        if flow is None or flow.head() is None:  # who did not wait has no claim to earlier turns
+            for ahead in self._ahead.values():
+                ahead.pop(key, None)
+        self._came[entry.priority][entry] = self._slots._clock()
+        try:
+            PoolSlots.enter(self._slots, claim)
+        finally:
+            if not entry.waiting:
+                self._came[entry.priority].pop(entry, None)
+
+    def _give(self, claim: Claim, limits: Any) -> None:
+        entry, slots, now_s = claim.entry, self._slots, self._slots._clock()
+        cost, key = entry.part(claim.given), _key(entry)
+        if not claim.given and now_s > entry.deadline_s + _SLACK:
+            self._broken("a request got a slot after its deadline")
+        self._largest[key] = max(self._largest[key], cost)
+        if len(slots.queue) > entry.waiting:
+            self._compare(entry, cost, limits, now_s)
+        if not entry.waiting:
+            self._came[entry.priority].pop(entry, None)
+        self._held_of[entry.tenant] += 1
+        self._held_at[entry.priority] += 1
+        self._running[key] += cost
+        self._most_running[key] = max(self._most_running[key], self._running[key])
+        self._check_held(entry)
+        PoolSlots._give(slots, claim, limits)
+
+    def _compare(self, entry: Entry, cost: float, limits: Any, now_s: float) -> None:
+        """Compare who gets a slot with those who wait, and may have it."""
+        key, own = _key(entry), self._level(entry.priority, now_s, entry)
+        for other, flow in self._slots.queue._flows.items():
+            head = flow.head() if other != key else None
+            if head is None or not self._slots._may_run(head, limits):
+                continue
+            level = self._level(head.priority, now_s, entry)
+            if level < own:
+                self._broken("a slot went to a less urgent class than one that waited")
+            elif level == own:
+                ahead = self._ahead[key]
+                ahead[other] += cost / entry.weight
+                own_bound = (2 * self._largest[key] + self._most_running[key]) / entry.weight
+                its_bound = (max(head.next_cost, self._largest[other]) + self._most_running[other]) / head.weight
+                if ahead[other] > 2 * self._slots.rules.quantum_tokens + own_bound + its_bound:
+                    self._broken("a tenant got turns beyond its share while another one waited")
+                    ahead[other] = 0.0
+        self._got(key, cost / entry.weight)
+
+    def _level(self, priority: int, now_s: float, given: Entry) -> int:
+        """Return the urgency of a class with what it has won by waiting."""
+        came = self._came[priority]
+        while came and not (first := next(iter(came))).waiting and first is not given:
+            del came[first]
+        waited_s = now_s - next(iter(came.values()), now_s)
+        return max(0, priority - int(waited_s / self._slots.rules.aging_s))
+
+    def _got(self, key: _Key, tokens: float) -> None:
+        for ahead in self._ahead.values():
+            if key in ahead:
+                ahead[key] = max(0.0, ahead[key] - tokens)
+
+    def _check_held(self, entry: Entry) -> None:
+        rules, there = self._slots.rules, self._there()
+        own = rules.max_running or there
+        less_urgent = sum(count for priority, count in self._held_at.items() if priority >= entry.priority)
+        every, slots = self._held_at.total(), rules.max_running or math.ceil(there * AHEAD)
+        for held, most, problem in (
+            (every, slots, "more slots were given than are there"),
+            (self._held_of[entry.tenant], _part(own, rules.tenant_share), "a tenant got more slots than tenant_share"),
+            (less_urgent, _part(own, entry.share), "a class got more slots than its share"),
+        ):
+            if held > most and self._known():
+                self._broken(problem)
+
+    def _take_back(self, entry: Entry, number: int, reserved: bool) -> None:
+        self._held_of[entry.tenant] -= 1
+        self._held_at[entry.priority] -= 1
+        self._running[_key(entry)] -= entry.part(number)
+        PoolSlots._take_back(self._slots, entry, number, reserved)
+
+    def _give_back(self, entry: Entry, unused_tokens: float) -> None:
+        key, unused = _key(entry), unused_tokens / entry.weight
+        for other, tokens in self._ahead[key].items() if unused > 0 else ():
+            self._ahead[key][other] = max(0.0, tokens - unused)
+        if unused < 0:
+            self._got(key, -unused)
+        type(self._slots.queue).give_back(self._slots.queue, entry, unused_tokens)
+
+
+def _key(entry: Entry) -> _Key:
+    return entry.priority, entry.tenant
+
+
+def _part(slots: int, share: float) -> float:
+    """Return the slots of a share, which is at least one; no limit of the whole."""
+    return max(1, math.ceil(slots * share)) if share < 1 else math.inf

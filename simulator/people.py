@@ -25,7 +25,6 @@ from simulator.routes import could_move
 from simulator.scenario import Persona
 
 _WORDS = "the quick brown fox jumps over a lazy dog while rain falls on some old grey roof "
-_Timer = asyncio.TimerHandle | None
 HOUR_S = 3600.0
 _IDLE_S = 1.0  # the least pause of a user who was refused or is away: time passes for one who does not think
 
@@ -68,21 +67,19 @@ def _pools(policy: Policy, model: str, every: set[str]) -> set[str]:
 
 @dataclass
 class Sent(Record):
-    """A request of a persona.
-
-    user: of a closed loop; None in an open one. nth: of the user's requests, or of the persona's. Equal seeds draw it
-    by these two, whatever came of the others.
-    """
+    """A request of a persona. user: of a closed loop; None in an open one. nth: of the user's requests, or of the
+    persona's. Equal seeds draw it by these two, whatever came of the others. leaves: tokens after which the sender
+    leaves, 0: never; timer: for one who waits for a first token."""
 
     user: int | None = None
     nth: int = 0
+    leaves: int = 0
+    timer: asyncio.TimerHandle | None = None
 
 
 class People:
     """One persona. ``run`` sends until ``until_s``; ``tasks`` are the requests under way, ``records`` all requests.
-
-    gateways: take requests in turn. began_s, until_s: on the loop's clock. start_hour: time of day at began_s.
-    """
+    gateways: take requests in turn. began_s, until_s: on the loop's clock. start_hour: time of day at began_s."""
 
     def __init__(
         self, name: str, persona: Persona, gateways: list[Service], ledger: Ledger, seed: int, start_hour: float
@@ -104,8 +101,7 @@ class People:
         begin_s = began_s + persona.from_s
         end_s = min(until_s, began_s + persona.until_s) if persona.until_s is not None else until_s
         if persona.arrivals is None:
-            users = [self._user(began_s, begin_s, end_s, number) for number in range(persona.users)]
-            await asyncio.gather(*users)
+            await asyncio.gather(*(self._user(began_s, begin_s, end_s, number) for number in range(persona.users)))
             return
         for arrival in persona.arrivals.instants(self._arrivals, end_s - begin_s):
             at_s = begin_s + arrival.at_s
@@ -117,8 +113,7 @@ class People:
 
     async def _user(self, began_s: float, begin_s: float, end_s: float, number: int) -> None:
         """Send, read, think, and again; a user stays away at hours with fewer users than his number."""
-        persona, nth = self._persona, 0
-        name = f"{self._seed} {self.name} {number}"
+        persona, nth, name = self._persona, 0, f"{self._seed} {self.name} {number}"
         rng = random.Random(name)
         await asyncio.sleep(max(0.0, begin_s - self._loop.time()) + rng.random() * persona.think_s)
         while (now_s := self._loop.time()) < end_s:
@@ -155,26 +150,24 @@ class People:
         record = Sent(number, at_s, at_s, user=user, nth=number if user is None else nth)
         self.records.append(record)
         request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
-        leaves = rng.randint(1, 1 + answer // 2) if persona.leave and rng.random() < persona.leave else 0
-        task = asyncio.create_task(self._request(record, request, session, leaves))
-        self.tasks.add(task)
+        record.leaves = rng.randint(1, 1 + answer // 2) if persona.leave and rng.random() < persona.leave else 0
+        self.tasks.add(task := asyncio.create_task(self._request(record, request)))
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def _request(self, record: Sent, request: GenerationRequest, session: str, leaves: int) -> Sent:
-        """Send until there is an answer. leaves: tokens after which the sender leaves; 0: never."""
-        persona = self._persona
+    async def _request(self, record: Sent, request: GenerationRequest) -> Sent:
+        """Send until there is an answer."""
+        persona, own = self._persona, asyncio.current_task()
         self._ledger.open += 1
-        own, timer = asyncio.current_task(), None
         if persona.patience_s and own is not None:
-            timer = self._loop.call_later(persona.patience_s, own.cancel)
+            record.timer = self._loop.call_later(persona.patience_s, own.cancel)
         try:
             for attempt in count():
                 # By the request alone: a retry must not move the others where two policies are compared.
                 number = ((record.user or 0) + record.nth + attempt) % len(self._gateways)
                 try:
                     with self._ledger.asking(number, self._gateways[number], self._tenants[number].levels):
-                        await self._attempt(number, record, request, session, timer, leaves)
+                        await self._attempt(number, record, request)
                     break
                 except TridentError as error:
                     wait_s, left_s = error.retry_after_s, self._until_s - self._loop.time()
@@ -187,22 +180,20 @@ class People:
         except asyncio.CancelledError:
             record.cancelled = True
         finally:
-            if timer is not None:
-                timer.cancel()
+            if record.timer is not None:
+                record.timer.cancel()
             record.ended_s = self._loop.time()
             self._ledger.open -= 1
         return record
 
-    async def _attempt(
-        self, number: int, record: Record, request: GenerationRequest, session: str, timer: _Timer, leaves: int
-    ) -> None:
+    async def _attempt(self, number: int, record: Sent, request: GenerationRequest) -> None:
         persona, ledger, service = self._persona, self._ledger, self._gateways[number]
+        prompt: Prompt = request.text_input  # type: ignore[assignment]
         if persona.network_s:
             await asyncio.sleep(persona.network_s)
         carrier = {"x-trident-class": persona.request_class} if persona.request_class else {}
-        context = RequestContext(
-            self._tenants[number], "http", persona.operation, f"{self.name}-{record.index}", carrier, session
-        )
+        caller, name = self._tenants[number], f"{self.name}-{record.index}"
+        context = RequestContext(caller, "http", persona.operation, name, carrier, prompt.session)
         context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
         asked_s = self._loop.time()
         choices = await service.choices((request,), context)
@@ -211,7 +202,6 @@ class People:
             ledger.broken("a request waited longer than max_wait_s")
         ledger.admitted(context.tenant.levels)
         failed: BaseException | None = None
-        prompt: Prompt = request.text_input  # type: ignore[assignment]
         received, usage = 0, None
         try:
             async for _, delta in choices:
@@ -225,9 +215,9 @@ class People:
                 if ids:
                     received += len(ids)
                     record.messages.append((time.monotonic() + persona.network_s, len(ids)))
-                    if timer is not None:
-                        timer.cancel()
-                    if 0 < leaves <= received and not delta.finish_reason:
+                    if record.timer is not None:
+                        record.timer.cancel()
+                    if 0 < record.leaves <= received and not delta.finish_reason:
                         raise asyncio.CancelledError
                 if delta.finish_reason:
                     record.finish_reason, usage, record.timings = delta.finish_reason.value, delta.usage, delta.timings

@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import grpc
 import grpc.aio
 
 from clients.wire import infer_request, infer_response
+from cluster.plan import engine
 from cluster.plan.engine import Sequence
 from contract import errors
 from contract.errors import DeadlineExceeded, PromptTooLong, Unavailable
 from contract.generation import FinishReason, GenerationRequest, Timings, TokenDelta, Usage
 from gateway.routing.registrations import Registration
 from gateway.routing.replica_metrics import ReplicaMetrics
-from simulator.engine import Engine
-from simulator.routes import SHORTEST, Breaker, Routes
-from simulator.virtual_time import replaced
+from simulator.routes import Breaker, Routes
+from simulator.scenario import Pool
 
 Message = tuple[TokenDelta, bool, str]
 
@@ -45,13 +48,7 @@ class Prompt(str):
 
     @classmethod
     def of(
-        cls,
-        text: str,
-        tokens: int,
-        answer: int,
-        prefix: tuple[str, int] = ("", 0),
-        base: int = 0,
-        session: str = "",
+        cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0), base: int = 0, session: str = ""
     ) -> Prompt:
         prompt = cls(text)
         prompt.tokens, prompt.answer, prompt.prefix, prompt.base = tokens, answer, prefix, base
@@ -66,23 +63,54 @@ class Sent(NamedTuple):
     priority: float = 0.5
 
 
-class _Decoder:
-    def decode(self, message: Message) -> Message:
-        return message
-
-
 @contextmanager
 def plain_wire() -> Iterator[None]:
     """Send requests and responses as they are."""
-    with (
-        replaced(
-            infer_request,
-            generation=lambda request, *_, **__: Sent(request),
-            with_parameter=lambda sent, _, value: sent._replace(priority=value),
-        ),
-        replaced(infer_response, ResponseDecoder=_Decoder),
-    ):
-        yield
+
+    def prioritised(sent: Sent, _: str, value: float) -> Sent:
+        return sent._replace(priority=value)
+
+    decoder = SimpleNamespace(decode=lambda message: message)
+    with patch.multiple(infer_request, generation=lambda request, *_, **__: Sent(request), with_parameter=prioritised):
+        with patch.multiple(infer_response, ResponseDecoder=lambda: decoder):
+            yield
+
+
+class Engine(engine.Engine):
+    """The model of one engine of a pool, whose spans end by themselves on the simulation's clock."""
+
+    def __init__(self, pool: Pool, rng: random.Random) -> None:
+        super().__init__(pool.kind, pool.send_s, pool.noise, rng)
+        self.pool, self._loop = pool, asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, sequence: Sequence, now_s: float) -> None:
+        super().submit(sequence, now_s)
+        self._arm()
+
+    def cancel(self, sequence: Sequence, now_s: float) -> None:
+        super().cancel(sequence, now_s)
+        self._arm()
+
+    def stop(self) -> None:
+        super().stop()
+        self._arm()
+
+    def resume(self, now_s: float) -> None:
+        super().resume(now_s)
+        self._arm()
+
+    def finish(self) -> None:
+        self._timer = None
+        super().finish()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            if self._timer.when() == self.due_s:
+                return
+            self._timer.cancel()
+        self._timer = None if self.due_s == math.inf else self._loop.call_at(self.due_s, self.finish)
 
 
 class Replica:
@@ -121,17 +149,9 @@ class Replica:
         """Raises OSError where they cannot be read."""
         if self.blind or self.state in ("hung", "dead", "gone"):
             raise OSError("the replica's metrics cannot be read")
-        engine = self.engine
-        waiting = engine.waiting
-        return ReplicaMetrics(
-            running=len(engine.running),
-            waiting=waiting,
-            max_running=engine.pool.slots,
-            kv_usage=engine.kv_usage,
-            steps=float(engine.steps + 1),
-            engine=self.pool,
-            kind="cpu",
-        )
+        own = self.engine
+        requests = len(own.running), own.waiting, own.pool.slots
+        return ReplicaMetrics(*requests, own.kv_usage, steps=own.steps + 1.0, engine=self.pool, kind="cpu")
 
     def die(self) -> None:
         """End as a killed process does: every call fails."""
@@ -177,9 +197,7 @@ class Channel:
             if self._breaker.forbids(asyncio.get_running_loop().time()):
                 self._routes.broken("a request was sent to a replica whose breaker must be open")
             if not prompt.pools:
-                prefix, shared = prompt.prefix
-                part = shared / prompt.tokens if shared >= SHORTEST else 0.0
-                self._routes.check(self.url, self._replica.pool, sent.request, prompt.session, prefix, part)
+                self._routes.check(self.url, self._replica.pool, sent.request)
         return Call(self._replica, sent, timeout_s, self._breaker)
 
     async def close(self) -> None:
@@ -205,19 +223,17 @@ class Call:
         # After other ids than it made an engine makes other ones.
         goes_on = sent.request.continue_ids == tuple(range(prompt.base, prompt.base + made))
         self._base = prompt.base if goes_on else -(1 << 20)
-        answer = max(1, min(prompt.answer, most) - made)
-        self._sequence = Sequence(
-            prompt.tokens + made, most - made, answer, self._tell, sent.priority, made, prompt.prefix
-        )
+        lengths = prompt.tokens + made, most - made, max(1, min(prompt.answer, most) - made)
+        self._sequence = Sequence(*lengths, self._tell, sent.priority, made, prompt.prefix)
         self._timer = self._loop.call_later(timeout_s, self.fail, grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
         if not replica.listens(self._loop.time()):
             self.fail(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
+            return
+        replica.calls[self] = None
+        if replica.failing and prompt is self.prompt:
+            self._after(self.fail, grpc.StatusCode.INTERNAL, "engine failed")
         else:
-            replica.calls[self] = None
-            if replica.failing and prompt is self.prompt:
-                self._after(self.fail, grpc.StatusCode.INTERNAL, "engine failed")
-            else:
-                self._after(self._submit if self._sequence.reserved <= replica.engine.kind.longest else self._refuse)
+            self._after(self._submit if self._sequence.reserved <= replica.engine.kind.longest else self._refuse)
 
     def __aiter__(self) -> Call:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,11 @@ from simulator.run import BEGAN_S, Result
 
 PARTS = ("queue", "prefill", "other")  # of the time to the first token
 SPREADS = ("ttft_s", "itl_s", "latency_s")
+_RELEASE = ("gateway", "name", "state", "rolled_back")
 
 
 def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report as JSON has it: the figures of the bench for all requests and for every persona.
-
-    fidelity: what a comparison with real runs found, by pool; see fidelity.py.
-    """
+    """Return the report as JSON has it. fidelity: what a comparison with real runs found, by pool; see fidelity.py."""
     scenario, everyone = result.scenario, result.everyone
     tokens = sum(record.input_tokens + record.tokens for record in everyone)
     pools = {}
@@ -49,9 +48,7 @@ def of(result: Result, fidelity: Mapping[str, Any]) -> dict[str, Any]:
             "cost": cost,
             "cost_per_1000_tokens": 1000 * cost / tokens if tokens else None,
             "decisions": result.decisions,
-            "releases": [
-                {key: one[key] for key in ("gateway", "name", "state", "rolled_back")} for one in result.releases
-            ],
+            "releases": [{key: one[key] for key in _RELEASE} for one in result.releases],
             "samples": [sample._asdict() for sample in result.samples],
             "missed_faults": [
                 {"number": number, **scenario.faults[number].model_dump(include={"kind", "pool", "at_s", "replica"})}
@@ -112,17 +109,15 @@ def text(report: Mapping[str, Any]) -> str:
         )
     if report["cost"]:
         lines.append(f"  cost {number(report['cost'], 2)}, {report['cost_per_1000_tokens'] or 0:.5f} per 1,000 tokens")
-    lines += [
-        f"  release {one['name']} at gateway {one['gateway']}: {one['state']} {one['rolled_back']}".rstrip()
-        for one in report["releases"]
-    ]
+    for one in report["releases"]:
+        where = f"{one['name']} at gateway {one['gateway']}"
+        lines.append(f"  release {where}: {one['state']} {one['rolled_back']}".rstrip())
     made = report["tokens_per_step"].items()
     lines += [f"  drafts of {pool}: {per:.1f} tokens a step of a sequence alone" for pool, per in made if per > 1]
     lines += [f"  fidelity of {pool}: {words(found)}" for pool, found in report["fidelity"].items()]
-    lines += [
-        f"  faults.{one['number']} ({one['kind']} of {one['pool']} at {one['at_s']:g} s) hit no replica"
-        for one in report["missed_faults"]
-    ]
+    for one in report["missed_faults"]:
+        what = f"{one['kind']} of {one['pool']} at {one['at_s']:g} s"
+        lines.append(f"  faults.{one['number']} ({what}) hit no replica")
     lines += [f"  changes.{one['number']} was not made: {one['why']}" for one in report["refused_changes"]]
     broken = [f"  VIOLATED {count} times: {what}" for what, count in report["violations"].items()]
     return "\n".join([*lines, *(broken or ["  invariants: all held"])])
@@ -132,10 +127,9 @@ def words(found: Mapping[str, Any]) -> str:
     """Say how far forecasts were from real runs; see fidelity.py."""
     if not found:
         return "unknown, no run of such a replica was compared"
-    return (
-        f"TTFT p95 was off by {found['ttft_p95_error']:+.1%} and end to end p95 by {found['latency_p95_error']:+.1%} "
-        f"at worst where it was compared with real runs at their speed ({found['when']}, {found['machine']})"
-    )
+    ttft, latency = f"{found['ttft_p95_error']:+.1%}", f"{found['latency_p95_error']:+.1%}"
+    where = f"where it was compared with real runs at their speed ({found['when']}, {found['machine']})"
+    return f"TTFT p95 was off by {ttft} and end to end p95 by {latency} at worst {where}"
 
 
 def plot(result: Result, path: Path) -> None:
@@ -168,11 +162,8 @@ def plot(result: Result, path: Path) -> None:
 def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Compare two runs of the same people: their figures side by side, and request by request the mean differences of
     those that both answered after the warm-up, with half the width of their 95 % confidence interval, in seconds."""
-    rows = [
-        (f"{name.removesuffix('_s')} {q}, ms", *(_ms(one["all"][name][q]) for one in told))
-        for name in SPREADS
-        for q in ("p50", "p95", "p99")
-    ]
+    spreads = [(name, q) for name in SPREADS for q in ("p50", "p95", "p99")]
+    rows = [(f"{name.removesuffix('_s')} {q}, ms", *(_ms(one["all"][name][q]) for one in told)) for name, q in spreads]
     for name in ("requests", "ok", "failed", "cancelled", "output_tokens_per_s", "goodput_per_s"):
         rows.append((name, *(f"{one['all'][name]:g}" for one in told)))
     rows.append(("cost", *(f"{one['cost']:.3f}" for one in told)))
@@ -190,7 +181,6 @@ def compared(first: Result, second: Result, told: Sequence[Mapping[str, Any]]) -
 
 
 def _answered(result: Result, persona: str) -> dict[tuple[int | None, int], Record]:
-    """Return the answered requests of the window, by user and number."""
     return {(one.user, one.nth): one for one in result.measured(result.records[persona]) if one.ok}
 
 
@@ -200,8 +190,5 @@ def _ms(seconds: float | None) -> str:
 
 def _rounded(value: Any) -> Any:
     """Return JSON without nan, and without digits that mean nothing."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else round(value, 9)
-    if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    written = json.dumps(value)
+    return json.loads(written, parse_float=lambda text: round(float(text), 9), parse_constant=lambda _: None)

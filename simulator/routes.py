@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from clients.replica_set import picks
+from clients.replica_set.picks import ReplicaLoad
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from gateway.config.settings import SCORED, Settings
@@ -16,9 +18,8 @@ from gateway.routing.replicas import RoutedReplica
 from gateway.routing.scoring import LIGHT, NEARLY_FULL
 from gateway.service import Service
 
-_ROUTED_BY = {"session": (SCORED, "session_affinity"), "prefix": (SCORED,)}
 _MOST_OF_IT = 0.6  # of a prompt in common with others: a part that small has no effect on the loads' vote
-SHORTEST = 256  # tokens in common, which no block's end cuts to less than routing looks for
+_SHORTEST = 256  # tokens in common, which no block's end cuts to less than routing looks for
 
 
 class Breaker:
@@ -52,52 +53,43 @@ class Routes:
         self._homes: dict[tuple[str, tuple[str, ...]], str] = {}
         self._sent: defaultdict[str, set[str]] = defaultdict(set)  # URLs by what prompts have in common
 
-    def check(self, url: str, pool: str, request: GenerationRequest, session: str, prefix: str, part: float) -> None:
-        """Check where a request is sent first: with its conversation, or where its beginning is cached.
-
-        prefix: what it begins with, as others do. part: of the prompt that this is, 0 where it is short.
-        """
-        routing = self.settings.routing
-        if session and routing in _ROUTED_BY["session"]:
-            self._check_session(url, pool, session)
-        elif prefix and not session and routing in _ROUTED_BY["prefix"]:
-            if url not in self._sent[prefix] and part >= _MOST_OF_IT:
-                self._check_prefix(url, pool, request)
+    def check(self, url: str, pool: str, request: GenerationRequest) -> None:
+        """Check where a request of a person is sent first: with its conversation, or where its beginning is cached."""
+        routing, now_s, prompt = self.settings.routing, time.monotonic(), cast(Any, request.text_input)
+        prefix, shared = prompt.prefix
+        if prompt.session and routing in (SCORED, "session_affinity"):
+            self._check_session(url, self._ready(pool, now_s), prompt.session, now_s)
+        elif prefix and not prompt.session and routing == SCORED:
+            if url not in self._sent[prefix] and shared >= _SHORTEST and shared / prompt.tokens >= _MOST_OF_IT:
+                self._check_prefix(url, self._ready(pool, now_s), request, now_s)
             self._sent[prefix].add(url)
 
-    def _check_session(self, url: str, pool: str, session: str) -> None:
-        now_s = time.monotonic()
-        ready = [replica for replica in self._pool(pool).values() if replica.ready(now_s)]
+    def _ready(self, pool: str, now_s: float) -> list[RoutedReplica]:
+        return [replica for replica in self._pool(pool).values() if replica.ready(now_s)]
+
+    def _check_session(self, url: str, ready: list[RoutedReplica], session: str, now_s: float) -> None:
         names = tuple([replica.url for replica in ready])
         if (home := self._homes.get((session, names))) is None:
             home = max(names, key=lambda name: picks.rank(name, session, 1.0), default=url)
             self._homes[session, names] = home
-        if home != url and self._settled(ready, now_s):
-            if home in picks.below_share([replica.candidate(now_s).load for replica in ready]):
-                self.broken("a request of a conversation was sent to another replica than those before")
+        if home != url and (loads := self._settled(ready, now_s)) and home in picks.below_share(loads):
+            self.broken("a request of a conversation was sent to another replica than those before")
 
-    def _check_prefix(self, url: str, pool: str, request: GenerationRequest) -> None:
-        now_s = time.monotonic()
-        ready = [replica for replica in self._pool(pool).values() if replica.ready(now_s)]
+    def _check_prefix(self, url: str, ready: list[RoutedReplica], request: GenerationRequest, now_s: float) -> None:
         blocks = prefix_cache.blocks(request)
         # Its own has them from now on, and had not before.
         cached = {one.url for one in ready if one.url != url and one.prefixes.fraction(blocks) >= 0.5}
-        if cached and self._settled(ready, now_s):
-            loads = [replica.candidate(now_s).load for replica in ready]
+        if cached and (loads := self._settled(ready, now_s)):
             light = {load.name for load in loads if picks.occupancy(load) < LIGHT * load.max_running}
             if cached & (light | picks.below_share(loads)):
                 self.broken("a request was sent elsewhere than where its beginning is cached")
 
-    def _settled(self, ready: list[RoutedReplica], now_s: float) -> bool:
-        """Whether nothing but load and affinity tells the replicas apart."""
-        candidates = [replica.candidate(now_s) for replica in ready]
-        return all(
-            one.age_s > self.settings.slow_start_s
-            and not one.load.waiting
-            and one.load.kv_usage < NEARLY_FULL
-            and picks.has_room(one.load)
-            for one in candidates
-        )
+    def _settled(self, ready: list[RoutedReplica], now_s: float) -> list[ReplicaLoad]:
+        """Return the replicas' loads; none if anything but load and affinity tells the replicas apart."""
+        found = [replica.candidate(now_s) for replica in ready]
+        loads, young = [one.load for one in found], any(one.age_s <= self.settings.slow_start_s for one in found)
+        full = any(one.waiting or one.kv_usage >= NEARLY_FULL or not picks.has_room(one) for one in loads)
+        return [] if young or full else loads
 
 
 def could_move(gateway: Service, generation: Generation, error: TridentError) -> bool:

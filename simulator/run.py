@@ -8,14 +8,14 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.record import Record
-from cluster.scaling.rules import PoolRules
+from cluster.scaling.rules import Rules
 from contract.errors import InvalidArgument, TridentError
 from gateway.config import release_file
 from gateway.service import Service
@@ -24,9 +24,10 @@ from simulator.fleet import Fleet
 from simulator.invariants import Ledger
 from simulator.people import HOUR_S, People, Sent
 from simulator.replica import plain_wire
-from simulator.scenario import Scenario
+from simulator.scenario import Change, Scenario
 
 _Request = TypeVar("_Request", bound=Record)
+_T = TypeVar("_T")
 SAMPLES = 240  # of pools, over a run
 _GARBAGE = 50_000, 20, 100  # thresholds of the collector: a request makes hundreds of objects, and few cycles
 SETTLE_S = 2.0  # before the first request: replicas register and are probed
@@ -50,9 +51,8 @@ class Result:
     """What a run came to.
 
     records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
-    replicas, reason. drafted_tokens: that steps with drafts made, by pool. counts: of the gateways. releases: their
-    status. violations: of the invariants, and how often. missed: faults that hit no replica, by their number.
-    refused: why a change could not be made when it was due, by its number.
+    replicas, reason. drafted_tokens: of steps with drafts, by pool. counts: of the gateways. releases: their status.
+    missed: numbers of faults that hit no replica. refused: why a change could not be made, by its number.
     """
 
     scenario: Scenario
@@ -84,28 +84,23 @@ class Result:
 
 
 def run(scenario: Scenario, seed: int = 0) -> Result:
-    """Return what the scenario comes to. Equal seeds give equal results.
-
-    Raises InvalidArgument for a policy, settings or an engine that cannot be used.
-    """
-    with _world(scenario) as (folder, start_s):
-        return virtual_time.run(_run(scenario, seed, folder), seed, start_s)
+    """Return what the scenario comes to. Equal seeds give equal results. Raises InvalidArgument for a policy, settings
+    or an engine that cannot be used."""
+    return _simulated(scenario, seed, _run)
 
 
 def check(scenario: Scenario) -> None:
     """Raise as ``run`` does, and simulate nothing."""
-    with _world(scenario) as (folder, start_s):
-        virtual_time.run(_made(scenario, 0, folder), 0, start_s)
+    _simulated(scenario, 0, _made)
 
 
-@contextmanager
-def _world(scenario: Scenario) -> Iterator[tuple[Path, float]]:
+def _simulated(scenario: Scenario, seed: int, work: Callable[[Scenario, int, Path], Coroutine[Any, Any, _T]]) -> _T:
     level, threshold = logging.root.manager.disable, gc.get_threshold()
     logging.disable(logging.CRITICAL)  # a line for each request would take longer than the request
     gc.set_threshold(*_GARBAGE)
     try:
         with plain_wire(), tempfile.TemporaryDirectory() as folder:
-            yield Path(folder), scenario.start_hour * HOUR_S - SETTLE_S
+            return virtual_time.run(work(scenario, seed, Path(folder)), seed, scenario.start_hour * HOUR_S - SETTLE_S)
     finally:
         logging.disable(level)
         gc.set_threshold(*threshold)
@@ -113,15 +108,12 @@ def _world(scenario: Scenario) -> Iterator[tuple[Path, float]]:
 
 async def _made(scenario: Scenario, seed: int, folder: Path) -> tuple[Fleet, Ledger, dict[str, People]]:
     replicas = Fleet(scenario, seed)
-    keys = [persona.key for persona in scenario.personas.values()]
-    gateways = replicas.gateways
+    keys, gateways = [persona.key for persona in scenario.personas.values()], replicas.gateways
     for number in range(scenario.gateway.count):
         gateways.append(fleet.gateway(scenario, keys, replicas, seed, number, folder))
     ledger = Ledger(len(gateways), replicas)
-    people = {
-        name: People(name, persona, gateways, ledger, seed, scenario.start_hour)
-        for name, persona in scenario.personas.items()
-    }
+    given, hour = scenario.personas.items(), scenario.start_hour
+    people = {name: People(name, persona, gateways, ledger, seed, hour) for name, persona in given}
     _check_changes(scenario, gateways[0], folder)
     return replicas, ledger, people
 
@@ -134,12 +126,16 @@ def _check_changes(scenario: Scenario, gateway: Service, folder: Path) -> None:
     if configuration.path is not None:
         shutil.copy(configuration.path, path)
     shares = configuration.pools.generating
-    for number, change in sorted(enumerate(scenario.changes), key=lambda one: one[1].at_s):
+    for number, change in _in_order(scenario):
         try:
             release_file.apply(path, change.action, change.release, change.set, configuration.check, shares)
         except TridentError as exc:
             problem = str(exc).replace(str(path), scenario.gateway.policy)
             raise InvalidArgument(f"changes.{number}", f"cannot be made: {problem}") from exc
+
+
+def _in_order(scenario: Scenario) -> list[tuple[int, Change]]:
+    return sorted(enumerate(scenario.changes), key=lambda one: one[1].at_s)
 
 
 async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
@@ -160,40 +156,31 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     hours = {pool: used_s / HOUR_S for pool, used_s in replicas.used_s.items()}
     rules = gateways[0].configuration.policy
     await _until(until_s + 1.0)  # who was late sends
-    for answers in [*(one.tasks for one in people.values())]:
-        if answers:
-            await asyncio.wait(answers, timeout=gateways[0].settings.request_timeout_s + rules.longest_wait_s)
+    for one in people.values():
+        if one.tasks:
+            await asyncio.wait(one.tasks, timeout=gateways[0].settings.request_timeout_s + rules.longest_wait_s)
     for gateway in gateways:
         await gateway.shadow.tasks.cancel()  # copies may take longer than any request
     await asyncio.sleep(1.0)  # the last settlements
     ledger.check_end(gateways, replicas.hosts.values())
-    for one in people.values():
-        tasks += one.tasks  # lost
+    tasks += [task for one in people.values() for task in one.tasks]  # lost
     for task in tasks:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     changed = []
     for pool, made in replicas.decisions.items():
-        ledger.check_decisions(scenario.scaling.of(pool) if scenario.scaling else PoolRules(), pool, made)
-        wanted = -1
-        for at_s, decision, _ in made:
-            if decision.wanted != wanted:
-                wanted = decision.wanted
-                changed.append((round(at_s - BEGAN_S, 3), pool, wanted, decision.reason))
-    result = Result(
-        scenario,
-        seed,
-        {name: one.records for name, one in people.items()},
-        samples,
-        sorted(changed, key=lambda one: one[0]),
-        hours,
-        {pool: replicas.drafted_tokens(pool) for pool in scenario.pools},
-        sum((_counts(gateway) for gateway in gateways), Counter[str]()),
-        [{"gateway": nth, **one} for nth, gateway in enumerate(gateways) for one in gateway.releases.status()],
-        ledger.violations,
-        replicas.missed,
-        refused,
-    )
+        ledger.check_decisions((scenario.scaling or Rules()).of(pool), pool, made)
+        for wanted, same in groupby(made, key=lambda one: one[1].wanted):
+            at_s, decision, _ = next(same)
+            changed.append((round(at_s - BEGAN_S, 3), pool, wanted, decision.reason))
+    changed.sort(key=lambda one: one[0])
+    records = {name: one.records for name, one in people.items()}
+    by_replica = [(replica.pool, replica.engine.drafted_tokens) for replica in replicas.hosts.values()]
+    drafted = {name: sum(tokens for pool, tokens in by_replica if pool == name) for name in scenario.pools}
+    counts = sum((_counts(gateway) for gateway in gateways), Counter[str]())
+    releases = [{"gateway": nth, **one} for nth, gateway in enumerate(gateways) for one in gateway.releases.status()]
+    problems = ledger.violations, replicas.missed, refused
+    result = Result(scenario, seed, records, samples, changed, hours, drafted, counts, releases, *problems)
     await replicas.close()
     for gateway in gateways:
         await gateway.close()
@@ -216,14 +203,15 @@ async def _watch(scenario: Scenario, replicas: Fleet, ledger: Ledger, samples: l
         for pool in scenario.pools if loop.time() <= BEGAN_S + scenario.duration_s else ():
             slots = [gateway.admission.slots(pool) for gateway in replicas.gateways]
             held = sum(one.running for one in slots), sum(one.waiting for one in slots)
-            counts = replicas.wanted[pool], replicas.ready(pool), len(replicas.present(pool))
+            ready = sum(replica.state == "ready" for replica in replicas.replicas[pool])
+            counts = replicas.wanted[pool], ready, len(replicas.present(pool))
             samples.append(Sample(round(loop.time() - BEGAN_S, 3), pool, *counts, *held))
         await asyncio.sleep(every_s)
 
 
 async def _change(scenario: Scenario, gateways: Iterable[Service], refused: dict[int, str]) -> None:
     """Start, shift and roll back releases at every gateway. refused: why a change could not be made, by its number."""
-    for number, change in sorted(enumerate(scenario.changes), key=lambda one: one[1].at_s):
+    for number, change in _in_order(scenario):
         await _until(BEGAN_S + change.at_s)
         for gateway in gateways:
             try:
@@ -239,7 +227,6 @@ def _counts(gateway: Service) -> Counter[str]:
     value = gateway.metrics.registry.get_sample_value
     counts["retried"] = int(value("trident_gateway_retries_total") or 0)
     for result in ("continued", "refused", "suspect", "no_replica"):
-        counts[f"lost its replica: {result}"] = int(
-            value("trident_gateway_continuations_total", {"result": result}) or 0
-        )
+        continued = value("trident_gateway_continuations_total", {"result": result})
+        counts[f"lost its replica: {result}"] = int(continued or 0)
     return +counts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from benchmarks import arrivals, lengths
 from benchmarks.server_process import ENGINES
@@ -17,38 +17,31 @@ from cluster.scaling.rules import Rules
 from contract import step_model, toml_table
 from contract.errors import InvalidArgument, TridentError
 from contract.step_model import StepModel
+from contract.toml_table import Amount, Part, Positive, Table
 from gateway.config.rules import PoolName
 
-_TABLE = ConfigDict(extra="forbid", frozen=True, strict=True)
 _Seconds = Annotated[float, Field(ge=0, le=31 * 86_400, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=10_000_000)]
 _CountOrZero = Annotated[int, Field(ge=0, le=10_000_000)]
-_Part = Annotated[float, Field(ge=0, le=1)]
 MOST_REQUESTS = 10_000_000  # of a persona: about two hours of CPU
 
 _GIVEN = {"manifest_sha256": "", "machine": "", "source": step_model.ROOFLINE, "made": "", "format": step_model.FORMAT}
 
 
-class Pool(BaseModel):
+class Pool(Table):
     """Replicas of one kind.
 
-    engine: whose step model was measured (``python -m benchmarks calibrate``); or step: terms of a StepModel. Exactly
-    one of them; afterwards ``step`` is the StepModel.
-    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: tokens of one step, of prompts and of
-        streams. slower, short_tokens: how steps read prompts beside streams, as cluster.plan.engine.Replica. An engine
-        has its own.
-    max_seq_len: tokens of prompt and answer of one request; 0: as many as the cache has. An engine has its own.
+    engine: whose step model was measured (``python -m benchmarks calibrate``); or step: terms of a StepModel, which it
+        is afterwards.
+    slots, kv_tokens, prefill_chunk (tokens of one step), slower, short_tokens, max_seq_len: as of
+        cluster.plan.engine.Replica; an engine has its own. replicas: at the start.
     acceptance: of an engine that drafts, in place of the step model's: a number, or one for each kind of text.
-    shared: the gateway and the people's programs run on the cores of a replica's machine, as in a test on one machine.
+    shared: the gateway and the people's programs run on the cores of a replica's machine.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
-    noise: standard deviation of the logarithm of a step's time.
-    send_s: seconds between two messages of a stream; 0: one for each step, the most exact and the slowest.
-    price_hour: of one replica, in any currency.
+    noise: standard deviation of the logarithm of a step's time. send_s: seconds between two messages of a stream; 0:
+        one for each step, the most exact and the slowest.
     """
 
-    model_config = _TABLE
     engine: str = ""
     step: Any = None  # StepModel
     replicas: _CountOrZero = 1
@@ -56,15 +49,15 @@ class Pool(BaseModel):
     kv_tokens: _Count = 200_000
     max_seq_len: _CountOrZero = 0
     prefill_chunk: _Count = 512
-    slower: _Amount = 0.0
+    slower: Amount = 0.0
     short_tokens: _CountOrZero = 0
     acceptance: Acceptance = ()
     shared: bool = False
     start_s: _Seconds = 60.0
-    start_spread: _Part = 0.0
-    noise: _Part = 0.0
+    start_spread: Part = 0.0
+    noise: Part = 0.0
     send_s: _Seconds = 1.0
-    price_hour: _Amount = 0.0
+    price_hour: Amount = 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -102,44 +95,36 @@ class Pool(BaseModel):
         return Replica(step, self.slots, self.prefill_chunk, self.kv_tokens, *rule, self.max_seq_len)
 
 
-class Gateways(BaseModel):
-    """The gateways.
+class Gateways(Table):
+    """count: requests go to each in turn. policy: file as TRIDENT_GATEWAY_CONFIG. settings: TRIDENT_GATEWAY_… by the
+    rest of the name in lower case."""
 
-    count: of them; requests go to each in turn. policy: file as TRIDENT_GATEWAY_CONFIG. settings: TRIDENT_GATEWAY_…
-    by the rest of the name in lower case.
-    """
-
-    model_config = _TABLE
     count: Annotated[int, Field(ge=1, le=64)] = 1
     policy: str = ""
     settings: Mapping[str, str] = {}
 
 
-class Persona(BaseModel):
+class Persona(Table):
     """People who send the same kind of requests.
 
     arrivals: an open loop: poisson:RATE, bursty:RATE,SIZE, ramp:FROM,TO or trace:FILE[,SPEED]; or users: a closed loop
-    of so many, each of whom sends think_s (in the mean) after an answer. Exactly one of them.
-    input, output: tokens of prompt and answer: N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE.
-    max_tokens: that requests ask for; 0: the length of the answer.
-    day: part of the arrivals, or of the users, that there is at each hour from 0:00 on (24 numbers from 0 to 1).
-    from_s, until_s: when they send.
-    prefix_tokens: that prompts have in common, of prefix_groups kinds.
-    sessions: conversations that requests belong to; 0: none.
-    key: org/team/key of the policy; a team that it does not know has no limits. class: in x-trident-class.
-    model: "" for the only one. patience_s: they leave without a first token by then; 0: never.
-    leave: part of the requests whose sender leaves in the first half of the answer.
+        of so many, each of whom sends think_s (in the mean) after an answer.
+    input, output: tokens: N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE. max_tokens: 0: the length of the answer.
+    day: part of the arrivals, or of the users, that there is at each hour. sessions: conversations; 0: none.
+    prefix_tokens: that prompts have in common, of prefix_groups kinds. class: in x-trident-class.
+    key: org/team/key of the policy; a team that it does not know has no limits. model: "" for the only one.
+    patience_s: they leave without a first token by then; 0: never. leave: part of those who leave within the answer.
     retries: times that a refused one comes again when it was told to. network_s: to the gateway, one way.
     """
 
-    model_config = ConfigDict(**_TABLE, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
     arrivals: Any = None  # benchmarks.arrivals.Arrivals
     users: Annotated[int, Field(ge=0, le=100_000)] = 0
     think_s: _Seconds = 10.0
     input: Any = lengths.Fixed(128)
     output: Any = lengths.Fixed(64)
     max_tokens: _CountOrZero = 0
-    day: Annotated[tuple[_Part, ...], Field(min_length=24, max_length=24)] | None = None
+    day: Annotated[list[Part], Field(min_length=24, max_length=24)] | None = None
     from_s: _Seconds = 0.0
     until_s: _Seconds | None = None
     prefix_tokens: _CountOrZero = 0
@@ -150,7 +135,7 @@ class Persona(BaseModel):
     model: str = ""
     operation: Literal["chat", "text_completion"] = "chat"
     patience_s: _Seconds = 0.0
-    leave: _Part = 0.0
+    leave: Part = 0.0
     retries: Annotated[int, Field(ge=0, le=100)] = 0
     network_s: _Seconds = 0.0
 
@@ -181,21 +166,17 @@ class Persona(BaseModel):
         return self
 
 
-class Fault(BaseModel):
+class Fault(Table):
     """kind: kill (the process ends and starts again after for_s), hang, fail (the engine fails every request, which
     probes do not see), slow (steps take factor times as long), metrics_outage (of its replicas and of all gateways),
-    network_delay (delay_s more each way).
+    network_delay (delay_s more each way). replica: number of it in the pool in the order of starting; None: all."""
 
-    at_s, for_s: when, and how long. replica: number of it in the pool in the order of starting; None: all of the pool.
-    """
-
-    model_config = _TABLE
     kind: Literal["kill", "hang", "fail", "slow", "metrics_outage", "network_delay"]
     at_s: _Seconds
     for_s: _Seconds = 30.0
     pool: str
     replica: _CountOrZero | None = None
-    factor: _Positive = 4.0
+    factor: Positive = 4.0
     delay_s: _Seconds = 0.1
 
     @model_validator(mode="after")
@@ -206,35 +187,33 @@ class Fault(BaseModel):
         return self
 
 
-class Change(BaseModel):
+class Change(Table):
     """What ``python -m gateway release`` does. set: of a start as in [releases.NAME], ``to`` = percent of a shift."""
 
-    model_config = _TABLE
     at_s: _Seconds
     release: str
     action: Literal["start", "shift", "rollback", "finish"]
     set: Mapping[str, Any] = {}
 
 
-class Scenario(BaseModel):
-    """name: for reports. start_hour: time of day (UTC) at the start. warmup_s: of duration_s, left out of the figures.
-    slo_ttft_s, slo_latency_s: targets at the 95th percentile. scaling: the rules of docs/scaling.md and interval_s
-    between two decisions; without the section the pools stay as they are."""
+class Scenario(Table):
+    """start_hour: time of day (UTC) at the start. warmup_s: of duration_s, left out of the figures. slo_ttft_s,
+    slo_latency_s: targets at the 95th percentile. scaling: without it the pools stay as they are. interval_s: between
+    two decisions."""
 
-    model_config = _TABLE
     name: str = ""
     duration_s: Annotated[_Seconds, Field(gt=0)]
     warmup_s: _Seconds = 0.0
     start_hour: Annotated[float, Field(ge=0, lt=24)] = 0.0
-    slo_ttft_s: _Positive = 0.5
-    slo_latency_s: _Positive = 5.0
+    slo_ttft_s: Positive = 0.5
+    slo_latency_s: Positive = 5.0
     gateway: Gateways = Gateways()
     pools: Annotated[Mapping[PoolName, Pool], Field(min_length=1)]
     scaling: Rules | None = None
     interval_s: Annotated[float, Field(ge=0.1, le=86_400)] = 5.0
     personas: Annotated[Mapping[str, Persona], Field(min_length=1)]
-    faults: tuple[Fault, ...] = ()
-    changes: tuple[Change, ...] = ()
+    faults: list[Fault] = []
+    changes: list[Change] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
@@ -264,10 +243,7 @@ class Scenario(BaseModel):
 
 
 def read(path: Path) -> Scenario:
-    """Read a scenario file; the files that it names are relative to it.
-
-    Raises InvalidArgument that names the file, the field and what is allowed.
-    """
+    """Read a scenario file; the files that it names are relative to it. Raises InvalidArgument."""
     return of(toml_table.read(path), str(path), path.parent)
 
 
@@ -278,11 +254,9 @@ def of(table: Mapping[str, Any], path: str = "scenario", folder: Path = Path()) 
 
 
 def _placed(value: Any, folder: Path, name: str = "") -> Any:
-    """Return a table with arrays as tuples, and files relative to ``folder``."""
+    """Return a table with files relative to ``folder``."""
     if isinstance(value, Mapping):
         return {key: _placed(inner, folder, key) for key, inner in value.items()}
-    if isinstance(value, list):
-        return tuple(_placed(inner, folder) for inner in value)
     kind, colon, file = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if colon and kind in ("trace", "histogram"):
         return f"{kind}:{folder / file}"

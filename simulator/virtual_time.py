@@ -6,10 +6,9 @@ import asyncio
 import random
 import selectors
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 START_S = 1000.0  # of the monotonic clock: the gateway takes 0 as "never"
 EPOCH_S = 1_767_571_200  # 2026-01-05 00:00 UTC, a Monday
@@ -49,9 +48,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, _T], seed: int, start_s: float = 0.0) -> _T:
     """Run ``main`` on a virtual loop, in virtual time throughout the process. start_s: seconds after EPOCH_S."""
-    loop = VirtualLoop()
-    with _clocks(loop, EPOCH_S + start_s):
-        before = random.getstate()
+    loop, offset_s, before = VirtualLoop(), EPOCH_S + start_s - START_S, random.getstate()
+    clocks: dict[str, Any] = {
+        "monotonic": loop.time,
+        "perf_counter": loop.time,
+        "time": lambda: loop.time() + offset_s,
+        "monotonic_ns": lambda: int(loop.time() * 1e9),
+        "time_ns": lambda: int((loop.time() + offset_s) * 1e9),
+    }
+    with patch.multiple(time, **clocks):  # also where no clock can be passed in
         random.seed(seed)
         try:
             return loop.run_until_complete(main)
@@ -59,29 +64,3 @@ def run(main: Coroutine[Any, Any, _T], seed: int, start_s: float = 0.0) -> _T:
             random.setstate(before)
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
-
-
-def _clocks(loop: VirtualLoop, epoch_s: float) -> AbstractContextManager[None]:
-    """Every call of ``time.monotonic`` and its like tells the loop's time, also where no clock can be passed in."""
-    offset_s = epoch_s - START_S
-    return replaced(
-        time,
-        monotonic=loop.time,
-        perf_counter=loop.time,
-        time=lambda: loop.time() + offset_s,
-        monotonic_ns=lambda: int(loop.time() * 1e9),
-        time_ns=lambda: int((loop.time() + offset_s) * 1e9),
-    )
-
-
-@contextmanager
-def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """Replace attributes of a module for a while."""
-    real = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in real.items():
-            setattr(module, name, value)

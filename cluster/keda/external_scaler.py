@@ -1,31 +1,37 @@
 """KEDA's external scaler (externalscaler.proto of KEDA 2.20, all five calls) on the scaling law.
 
 A ScaledObject's trigger names the pool in its metadata: ``pool: NAME``. The only metric is the number of replicas that
-the pool needs, with a target of 1 for each, so that the HPA's number is the law's. Of a pool of which nothing was ever
-known every call but those for the target fails with UNAVAILABLE, and KEDA's ``fallback`` holds.
+the pool needs, with a target of 1 for each, so that the HPA's number is the law's. For a pool of which nothing was ever
+known calls fail with UNAVAILABLE, and KEDA's ``fallback`` holds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry, start_http_server
 
 from cluster.keda import externalscaler_pb2 as pb
 from cluster.scaling.law import Decision
 from cluster.scaling.scaler import Scaler
+from cluster.scaling.settings import Settings
+from contract.errors import InvalidArgument
 
 METRIC = "trident_wanted_replicas"
 LOOK_S = 0.25  # between two looks at the decision of a stream
 
 
+@dataclass
 class ExternalScaler:
     """The calls. Each names its pool in ``scalerMetadata``."""
 
-    def __init__(self, scaler: Scaler) -> None:
-        self._scaler = scaler
+    scaler: Scaler
 
     async def IsActive(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         return pb.IsActiveResponse(result=(await self._decision(request, context)).wanted > 0)
@@ -58,9 +64,9 @@ class ExternalScaler:
 
     async def _decision(self, ref: Any, context: grpc.aio.ServicerContext) -> Decision:
         pool = ref.scalerMetadata.get("pool", "")
-        decision = self._scaler.decisions.get(pool)
+        decision = self.scaler.decisions.get(pool)
         if decision is None:
-            pools = ", ".join(name or "''" for name in self._scaler.decisions) or "no pool yet"
+            pools = ", ".join(name or "''" for name in self.scaler.decisions) or "no pool yet"
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"pool: nothing is known of {pool!r}, but of {pools}")
         assert decision is not None, "abort raises"
         return decision
@@ -78,3 +84,29 @@ async def start(scaler: Scaler, host: str, port: int) -> tuple[grpc.aio.Server, 
     bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     await server.start()
     return server, bound
+
+
+async def serve(scaler: Scaler, settings: Settings) -> int:
+    """Serve KEDA and Prometheus until SIGTERM or Ctrl-C. Raises InvalidArgument: a port cannot be bound."""
+    registry, loop, name = CollectorRegistry(), asyncio.get_running_loop(), "metrics_port"
+    registry.register(scaler)
+    try:
+        page, thread = start_http_server(settings.metrics_port, settings.host, registry)
+        name = "grpc_port"
+        server, port = await start(scaler, settings.host, settings.grpc_port)
+    except (OSError, RuntimeError) as exc:
+        problem = f"must be a free port of {settings.host}, got {getattr(settings, name)}: {exc}"
+        raise InvalidArgument(settings.variable(name), problem) from exc
+    print(f"external scaler on {settings.host}:{port}, metrics on {settings.host}:{page.server_port}", flush=True)
+    deciding = asyncio.create_task(scaler.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, deciding.cancel)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await deciding
+    finally:
+        await server.stop(1.0)
+        page.shutdown()
+        page.server_close()
+        thread.join()
+    return 0

@@ -1,8 +1,7 @@
 """The model of an engine: continuous batching with slots and KV blocks, in steps whose time a step model tells.
 
-A span is what happens between two events: one step while prompts are read, else all steps until a sequence ends or
-tokens are due to be sent. Spans, not tokens, are the events. The planner and the simulator run this model; it has no
-clock: who runs it calls ``finish`` at ``due_s``, and tells the instant of everything else.
+Its events are spans, not tokens: one step while prompts are read, else all steps until a sequence ends or tokens are
+due to be sent. It has no clock: who runs it calls ``finish`` at ``due_s``, and tells the instant of everything else.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Replica:
     slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache.
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
-    short_tokens: prompts up to this length are read whole all the same.
-    max_seq_len: tokens of prompt and answer of one request; 0 if the cache alone bounds it.
+    short_tokens: prompts up to this length are read whole. max_seq_len: tokens of prompt and answer; 0: kv_tokens.
     """
 
     step: StepModel
@@ -88,10 +86,8 @@ class Sequence:
     """One request in the engine.
 
     prompt, most, answer: tokens of the prompt, that it may make (KV blocks are reserved for them), that it makes.
-    first_id: position of the first token that it makes in the whole answer.
-    prefix: key of what it shares with others, and how many tokens; they are in the prefix cache after the first.
-    send: called with (tokens made since the last call, whether it is the end).
-    Instants are the clock's seconds: arrival, first step, first token, last token.
+    first_id: position of the first token that it makes in the whole answer. prefix: key of what it shares with others,
+        and how many tokens. send: called with (tokens made since the last call, whether it is the end).
     """
 
     prompt: int
@@ -126,9 +122,8 @@ class Sequence:
 class Engine:
     """One engine. ``submit`` and ``cancel`` sequences, call ``finish`` at ``due_s``; infinite: there is nothing to do.
 
-    send_s: seconds between two messages of a stream; 0: one for each step.
+    send_s: seconds between two messages of a stream; 0: one for each step. drafted_tokens: of steps with drafts.
     noise: standard deviation of the logarithm of a step's time. slow: factor of it.
-    drafted_tokens: tokens that steps with drafts have made.
     stepped: called with a span's seconds of a step, steps, sequences that decoded, the tokens that they made in a step,
         and what those that waited lacked: "slots", "kv" or "".
     """
@@ -150,10 +145,8 @@ class Engine:
         self._waiting: list[tuple[float, int, Sequence]] = []
         self._reading: dict[Sequence, None] = {}
         self._ends: list[tuple[int, int, Sequence]] = []
-        self._number = 0
-        self._drafted = 0  # running sequences that are drafted for
-        # Of the sequences that decode: how many they are, the tokens of a step, how many are drafted for, tokens in the
-        # cache.
+        self._number, self._drafted = 0, 0  # sequences so far; running ones that are drafted for
+        # Of the sequences that decode: how many they are, tokens of a step, how many are drafted for, cached tokens.
         self._decoding, self._pace, self._drafting, self._context = 0, 0.0, 0, 0.0
         self._most_drafts = self.kind.step.draft_tokens if self.kind.step.drafted_up_to else 0
         # Tokens per second with drafts over those without, by the number of sequences that are drafted for.
@@ -162,11 +155,9 @@ class Engine:
         self._resumption = DraftResumption()
         # Began, steps, prompt tokens that are read, seconds of a step.
         self._span: tuple[float, int, list[tuple[Sequence, int]], float] = 0.0, 0, [], 0.0
-        self._lacked = ""
+        self._lacked, self._sent_s = "", 0.0
         self._owed_s = self.kind.step.idle_s  # to requests that came or were answered during the span, and to a pause
-        self._sent_s = 0.0
-        self._cache: OrderedDict[str, int] = OrderedDict()
-        self._cached = 0
+        self._cache, self._cached = OrderedDict[str, int](), 0
 
     @property
     def waiting(self) -> int:
@@ -338,8 +329,7 @@ class Engine:
             self._drafted += 1
 
     def _draft_no_longer(self) -> None:
-        """Read a sequence that is drafted for again in the plain pipeline, the one that may make the most tokens; one
-        after the other."""
+        """Read the sequence with drafts that may make the most tokens again in the plain pipeline, one by one."""
         if any(one.made and not one.drafts for one in self._reading):
             return
         movable = (one for one in self.running if one.drafts and one.state == "running")

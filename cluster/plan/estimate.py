@@ -1,9 +1,8 @@
 """Step models of replicas that were not measured: a roofline, held to published figures where there are any.
 
 A step reads all weights (bandwidth) while every token costs two operations for each parameter (compute), and reads the
-sequences' KV cache besides. What a card reaches of its data sheet is taken from measured steps of one H100, or found by
-least squares from the published throughputs of TensorRT-LLM (build/trtllm/perf_anchors.json). Both are estimates, and
-the plan says so.
+sequences' KV cache besides. What a card reaches of its data sheet is that of measured steps of one H100, or fitted to
+published throughputs of TensorRT-LLM (build/trtllm/perf_anchors.json).
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cluster.plan.engine import Replica
 from cluster.plan.scenario import Accelerator
@@ -22,7 +22,6 @@ from contract.errors import InvalidArgument
 from contract.step_model import StepModel
 
 ANCHORS = Path(__file__).resolve().parents[2] / "build" / "trtllm" / "perf_anchors.json"
-_TABLE = "trt_engine_flow_v0.17"
 # Memory in GB, bandwidth in TB/s, dense bf16 and fp8 TFLOPS, of the data sheets; the column of the published table.
 CARDS: Mapping[str, tuple[float, float, float, float, str]] = {
     "a100-80gb": (80, 2.04, 312, 312, "A100-80GB FP16"),
@@ -42,10 +41,8 @@ KV_PART = 0.9  # of the memory beside weights that the KV cache gets
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline(StepModel):
-    """A step computes while it reads the weights: the longer of the two counts, not their sum.
-
-    weights: the part of step_s in which weights are read.
-    """
+    """A step computes while it reads the weights: the longer of the two counts, not their sum. weights: the part of
+    step_s in which weights are read."""
 
     weights: float
 
@@ -61,74 +58,60 @@ def replica(given: Accelerator, place: str) -> Replica:
         raise InvalidArgument(f"{place}.card", f"must be one of {', '.join(CARDS)}, got {given.card!r}")
     memory_gb = CARDS[given.card][0] * given.cards
     weights_gb = given.parameters * given.weight_bytes
-    kv_tokens = int(KV_PART * (memory_gb - weights_gb) * 1e9 / kv_bytes_per_token(given))
+    kv_tokens = int(KV_PART * (memory_gb - weights_gb) * 1e9 / _kv_bytes_per_token(given))
     if kv_tokens < 1:
         problem = f"must hold {weights_gb:.0f} GB of weights and a KV cache beside them, {memory_gb:.0f} GB do not"
         raise InvalidArgument(f"{place}.cards", f"{problem}; got {given.cards} of {given.card}")
     if kv_tokens < given.max_num_tokens:
         problem = f"must be at most {kv_tokens}, as the KV cache beside the weights, got {given.max_num_tokens}"
         raise InvalidArgument(f"{place}.max_num_tokens", problem)
-    together = given.cards**-EXCHANGE
-    bandwidth, compute, source, errors = BANDWIDTH * together, COMPUTE * together, step_model.ROOFLINE, (0.0, 0.0)
     if given.published:
-        bandwidth, compute, *errors_found = _fitted(given, kv_tokens, place)
-        source, errors = step_model.PUBLISHED, (errors_found[0], errors_found[1])
-    model = _roofline(given, bandwidth, compute, source, errors)
+        model = _fitted(given, kv_tokens, place)
+    else:
+        together = given.cards**-EXCHANGE
+        model = _roofline(given, BANDWIDTH * together, COMPUTE * together, step_model.ROOFLINE)
     return Replica(model, given.max_batch_size, given.max_num_tokens, kv_tokens)
 
 
-def kv_bytes_per_token(given: Accelerator) -> float:
+def _kv_bytes_per_token(given: Accelerator) -> float:
     return 2 * given.layers * given.kv_heads * given.head_dim * given.kv_bytes
 
 
-def _roofline(
-    given: Accelerator, bandwidth: float, compute: float, source: str, errors: tuple[float, float] = (0.0, 0.0)
-) -> Roofline:
+def _roofline(given: Accelerator, bandwidth: float, compute: float, source: str) -> Roofline:
+    """bandwidth, compute: parts of the data sheet that are reached."""
     _, tb_per_s, bf16, fp8, _ = CARDS[given.card]
     bytes_per_s = tb_per_s * 1e12 * given.cards * bandwidth
     token_s = 2 * given.parameters * 1e9 / ((fp8 if given.weight_bytes <= 1 else bf16) * 1e12 * given.cards * compute)
     weights_s = given.parameters * 1e9 * given.weight_bytes / bytes_per_s
-    step_s = LAUNCH_S + LAYER_S * given.layers + weights_s
-    return Roofline(
-        manifest_sha256="",
-        machine=f"{given.cards} x {given.card}",
-        source=source,
-        made="",
-        step_s=step_s,
-        weights=weights_s / step_s,
-        sequence_s=token_s,
-        context_token_s=kv_bytes_per_token(given) / bytes_per_s,
-        prefill_token_s=token_s,
-        request_s=0.01,
-        error_p50_percent=errors[0],
-        error_p95_percent=errors[1],
-    )
-
-
-def _allowed(given: Accelerator) -> str:
-    """Return the models with published throughputs for such a replica, in words."""
-    tables, cards = json.loads(ANCHORS.read_text("utf-8"))[_TABLE], f" tp{given.cards}"
-    models = [name.removesuffix(cards) for name in tables if name.endswith(cards)]
-    known = [model for model in models if len(_published(model, given.card, given.cards)) >= FITTED]
-    allowed = f"one of {', '.join(known)}" if known else 'left out or ""'
-    return f"{allowed} for {given.cards} x {given.card}"
+    step_s, context_token_s = LAUNCH_S + LAYER_S * given.layers + weights_s, _kv_bytes_per_token(given) / bytes_per_s
+    terms: dict[str, Any] = {"step_s": step_s, "sequence_s": token_s, "prefill_token_s": token_s, "request_s": 0.01}
+    terms |= {"context_token_s": context_token_s, "weights": weights_s / step_s}
+    return Roofline(manifest_sha256="", machine=f"{given.cards} x {given.card}", source=source, made="", **terms)
 
 
 @cache
+def _published_table() -> Any:
+    return json.loads(ANCHORS.read_text("utf-8"))["trt_engine_flow_v0.17"]
+
+
 def _published(model: str, card: str, cards: int) -> dict[tuple[int, int], float]:
     """Return output tokens per second at full load by (prompt, answer) tokens."""
-    table = json.loads(ANCHORS.read_text("utf-8"))[_TABLE]
-    column = CARDS[card][4]
+    table, column = _published_table(), CARDS[card][4]
     rows = table.get(f"{model} tp{cards}", {}) if column else {}
     found = ((lengths.split("/"), values[table["columns"].index(column)]) for lengths, values in rows.items())
     return {(int(prompt), int(answer)): value for (prompt, answer), value in found if value}
 
 
-def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, float, float, float]:
-    """Return the parts of bandwidth and of compute with the least error over the published rows, and the errors."""
+def _fitted(given: Accelerator, kv_tokens: int, place: str) -> StepModel:
+    """Return the roofline with the parts of bandwidth and of compute that have the least error over published rows."""
     rows = _published(given.published, given.card, given.cards)
     if len(rows) < FITTED:
-        raise InvalidArgument(f"{place}.published", f"must be {_allowed(given)}, got {given.published!r}")
+        cards = f" tp{given.cards}"
+        models = [name.removesuffix(cards) for name in _published_table() if name.endswith(cards)]
+        known = [model for model in models if len(_published(model, given.card, given.cards)) >= FITTED]
+        allowed = f"one of {', '.join(known)}" if known else 'left out or ""'
+        problem = f"must be {allowed} for {given.cards} x {given.card}, got {given.published!r}"
+        raise InvalidArgument(f"{place}.published", problem)
 
     def errors(parts: tuple[float, float]) -> list[float]:
         model = _roofline(given, *parts, step_model.PUBLISHED)
@@ -137,7 +120,8 @@ def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, floa
     parts = [n / 20 for n in range(3, 21)]
     best = min(itertools.product(parts, parts), key=lambda each: sum(error * error for error in errors(each)))
     percent = sorted(100 * abs(error) for error in errors(best))
-    return *best, percent[len(percent) // 2], percent[round(0.95 * (len(percent) - 1))]
+    p50, p95 = percent[len(percent) // 2], percent[round(0.95 * (len(percent) - 1))]
+    return replace(_roofline(given, *best, step_model.PUBLISHED), error_p50_percent=p50, error_p95_percent=p95)
 
 
 def full_load(model: StepModel, kv_tokens: int, input_tokens: int, output_tokens: int) -> float:

@@ -44,8 +44,7 @@ WHAT_MOVES = {
 
 @dataclass
 class Cost:
-    """Of a day, in the scenario's currency, with the replicas of each kind that are paid for, in replica-hours.
-    reserved: replicas kept day and night."""
+    """Of a day, in the scenario's currency, and the replica-hours that are paid for. reserved: kept day and night."""
 
     day: float
     month: float
@@ -71,19 +70,17 @@ class PoolPlan:
     """The plan of one pool.
 
     source: measured, published or roofline; the last two are estimates. error_p50_percent, error_p95_percent: of the
-    step model. checked: the largest errors of the forecasts of this step model beside the bench, as parts of what was
-    measured, by figure of cluster.plan.check; none where they were not compared.
-    refused: part of the requests that are longer than ``longest`` tokens, which the engine refuses; the means, the
-    forecast and the cost of tokens are without them.
+        step model. checked: its largest errors beside the bench, by figure of cluster.plan.check; {}: not compared.
+    refused: part of the requests that are longer than ``longest`` tokens; means, forecast and cost are without them.
     hour: with the most work; the means and all that follows up to ``shares`` are of its mix of classes.
-    rate: requests per second that come to one replica within the objectives: the operating point.
-    forecast: at that rate. binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
-    little: concurrency of that hour by Little's law, requests per second times seconds of each.
-    kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
+    rate: requests per second of one replica within the objectives, the operating point. forecast: at that rate.
+    binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
+    little: concurrency of that hour by Little's law. kv_sequences: that the KV cache holds.
+    decode_batch: sequences whose step keeps itl_s, prompts counted.
     shares: of a step's seconds at the operating point: fixed, context (bandwidth), sequences, prefill (compute).
-    others: operating points of the hours whose mix is another. rates: the operating point by hour.
-    replicas: by hour. sensitivity: change in per cent of a day's cost, or of its replica-hours where nothing is priced,
-    by input, for 20 per cent less and more of it; None where the objectives are missed or too much is refused.
+    others: operating points of the hours whose mix is another. rates, replicas: by hour.
+    sensitivity: change in per cent of a day's cost, or of replica-hours where nothing is priced, by input, for 20 per
+        cent less and more of it; None where the objectives are missed or too much is refused.
     check: the command that checks the forecast.
     """
 
@@ -120,10 +117,8 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Load:
-    """An hour's mix of a pool's classes.
-
-    weights: requests per second of each class. seconds: that a request of each takes of a replica that is full.
-    """
+    """An hour's mix of a pool's classes. weights: requests per second of each class. seconds: that a request of each
+    takes of a replica that is full."""
 
     classes: tuple[Class, ...]
     weights: tuple[float, ...]
@@ -161,11 +156,9 @@ class Load:
         """Return Poisson arrivals, the same requests at every rate."""
         return [Request(at / rate, *lengths) for at, lengths in _arrivals(self, count)]
 
-    def means(self, longest: int, place: str) -> tuple[float, float, float]:
+    def means(self, longest: int, place: str = "") -> tuple[float, float, float]:
         """Return mean tokens of prompt and answer of requests up to ``longest``, and the part of those that are longer.
-
-        Raises InvalidArgument: too many of a class are longer.
-        """
+        Raises InvalidArgument: too many of a class are longer."""
         input_tokens = output_tokens = taken = 0.0
         for number, (one, weight) in enumerate(zip(self.classes, self.weights, strict=True)):
             prompt, answer, part = _means(one, self.seed, longest)
@@ -197,15 +190,13 @@ def _arrivals(load: Load, count: int) -> list[tuple[float, tuple[int, int]]]:
 
 
 def plan(scenario: Scenario, path: Path) -> list[PoolPlan]:
-    """Return the plan of every pool. path: of the scenario; engines and commands are relative to where it is run.
-
-    Raises InvalidArgument: an objective cannot be met. Raises NotFound, EngineFailed: an engine was not calibrated.
-    """
+    """Return the plan of every pool. path: of the scenario, for commands. Raises InvalidArgument: an objective cannot
+    be met, or an engine was not calibrated."""
     return [_plan(name, pool, scenario.seed, path) for name, pool in scenario.pools.items()]
 
 
 def kind_of(pool: Pool, place: str) -> Replica:
-    """Return the pool's kind of replica. Raises InvalidArgument for ``place``, NotFound, EngineFailed."""
+    """Return the pool's kind of replica. Raises InvalidArgument for ``place``."""
     if pool.estimate is not None:
         kind = estimate.replica(pool.estimate, f"{place}.estimate")
     else:
@@ -217,10 +208,7 @@ def kind_of(pool: Pool, place: str) -> Replica:
 
 
 def loads_of(pool: Pool, replica: Replica, seed: int, place: str) -> list[Load]:
-    """Return the mix of each hour that has requests, that with the most work first.
-
-    Raises InvalidArgument: too many of a class are too long.
-    """
+    """Return the mix of each hour that has requests, that with the most work first. Raises as ``Load.means``."""
     by_hour = list(zip(*(one.rates() for one in pool.classes), strict=True))
     if not any(map(any, by_hour)):
         by_hour = [(1.0,) * len(pool.classes)]
@@ -230,9 +218,8 @@ def loads_of(pool: Pool, replica: Replica, seed: int, place: str) -> list[Load]:
     for one, requests in zip(pool.classes, day.weights, strict=True):
         prompt, answer, part = _means(one, seed, replica.longest)
         seconds.append(part / _most(replica, prompt / part, answer / part) if requests else 0.0)
-    loads = [
-        Load(pool.classes, weights, tuple(seconds), hour, seed) for hour, weights in enumerate(by_hour) if any(weights)
-    ]
+    hours = ((hour, weights) for hour, weights in enumerate(by_hour) if any(weights))
+    loads = [Load(pool.classes, weights, tuple(seconds), hour, seed) for hour, weights in hours]
     return sorted(loads, key=lambda load: -load.work)
 
 
@@ -259,18 +246,17 @@ def _most(replica: Replica, input_tokens: float, output_tokens: float) -> float:
 
 
 def operating_point(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
-    """Return the most requests per second within the objectives, what they do, and what ends it.
-
-    Raises InvalidArgument: an objective is missed by requests that are alone, or too many are too long.
-    """
+    """Return the most requests per second within the objectives, what they do, and what ends it. Raises
+    InvalidArgument: an objective is missed by requests that are alone, or too many are too long."""
+    load.means(replica.longest, place)
     rate, found, above = _search(replica, load, slo, place)
-    return rate, found, _binds(replica, load, slo, place, rate, above)
+    return rate, found, _binds(replica, load, slo, rate, above)
 
 
 def _search(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, Forecast, str]:
     """Return the operating point, its forecast, and the objective that is missed at the next rate that was tried."""
-    count = _count(replica, load, place)
-    low, high, best, above = 0.0, _capacity(replica, load, place, count), None, ""
+    count = _count(replica, load)
+    low, high, best, above = 0.0, _capacity(replica, load, count), None, ""
     for _ in range(SEARCH):
         rate = (low + high) / 2
         found = _simulated(replica, load, rate, count)
@@ -286,9 +272,9 @@ def _search(replica: Replica, load: Load, slo: Slo, place: str) -> tuple[float, 
     return low, best, above
 
 
-def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float, above: str) -> str:
+def _binds(replica: Replica, load: Load, slo: Slo, rate: float, above: str) -> str:
     """Return what ends the operating point ``rate``. above: the objective that is missed next to it, or ""."""
-    count = _count(replica, load, place)
+    count = _count(replica, load)
     over = _simulated(replica, load, 1.3 * rate, count)
     if max(over.full_slots, over.full_kv) > 0.5:
         lacked, more = "slots", dataclasses.replace(replica, slots=2 * replica.slots)
@@ -296,22 +282,22 @@ def _binds(replica: Replica, load: Load, slo: Slo, place: str, rate: float, abov
             same = replica.longest  # whatever the cache holds
             lacked, more = "kv", dataclasses.replace(replica, kv_tokens=2 * replica.kv_tokens, max_seq_len=same)
         # Slots are full whatever an overloaded replica lacks.
-        gained = _capacity(more, load, place, count) / _capacity(replica, load, place, count)
+        gained = _capacity(more, load, count) / _capacity(replica, load, count)
         if gained > GAINS and _within(_simulated(more, load, GAINS * rate, count), slo):
             return lacked
     return above or _missed(over, slo) or "steps"
 
 
-def _count(replica: Replica, load: Load, place: str) -> int:
+def _count(replica: Replica, load: Load) -> int:
     """Return the requests of a simulated load."""
-    input_tokens, output_tokens, _ = load.means(replica.longest, place)
+    input_tokens, output_tokens, _ = load.means(replica.longest)
     return min(MOST_REQUESTS, REQUESTS + ROUNDS * int(_sequences(replica, input_tokens, output_tokens)))
 
 
 @cache
-def _capacity(replica: Replica, load: Load, place: str, count: int) -> float:
+def _capacity(replica: Replica, load: Load, count: int) -> float:
     """Return the requests per second that a replica ends when more of them come."""
-    input_tokens, output_tokens, refused = load.means(replica.longest, place)
+    input_tokens, output_tokens, refused = load.means(replica.longest)
     full = _simulated(replica, load, 1.5 * _most(replica, input_tokens, output_tokens), count)
     # Their lengths are not quite the mean ones: neither more requests nor more tokens than it ends.
     return min(full.requests_per_s, full.tokens_per_s / output_tokens) / (1 - refused)
@@ -327,9 +313,9 @@ def _within(found: Forecast, slo: Slo) -> bool:
 
 def _missed(found: Forecast, slo: Slo) -> str:
     """Return the objective that is missed by most, "" if none is."""
-    reached = {"itl_s": found.itl_p95_s, "ttft_s": found.ttft_p95_s, "e2e_s": found.e2e_p95_s}
-    name = max(reached, key=lambda each: reached[each] / getattr(slo, each))
-    return name if reached[name] > getattr(slo, name) else ""
+    over = {name: getattr(found, f"{name[:-2]}_p95_s") / getattr(slo, name) for name in ("itl_s", "ttft_s", "e2e_s")}
+    name = max(over, key=lambda each: over[each])
+    return name if over[name] > 1 else ""
 
 
 def replicas_by_hour(pool: Pool, hourly: Sequence[float], rate: float) -> tuple[int, ...]:
@@ -339,10 +325,7 @@ def replicas_by_hour(pool: Pool, hourly: Sequence[float], rate: float) -> tuple[
 
 
 def cost_of(price: Price, replicas: Sequence[int], tokens: float, output_tokens: float) -> Cost:
-    """Return the least cost of a day's replicas.
-
-    tokens, output_tokens: of a day, prompts and answers; answers alone.
-    """
+    """Return the least cost of a day's replicas. tokens: of prompts and answers in a day; output_tokens: of answers."""
 
     def day_of(reserved: int) -> float:
         on_demand, spot = _beyond(price, replicas, reserved)
@@ -356,11 +339,8 @@ def cost_of(price: Price, replicas: Sequence[int], tokens: float, output_tokens:
 
 
 def _reserved(price: Price, replicas: Sequence[int]) -> list[int]:
-    """Return numbers of reserved replicas of which one costs least, in order.
-
-    The cost is linear between two hours' counts, but for the rounding of spot replicas, which repeats itself within
-    NEAR replicas if the share has two decimals.
-    """
+    """Return numbers of reserved replicas of which one costs least, in order. The cost is linear between two hours'
+    counts, but for the rounding of spot replicas, which repeats itself within NEAR if the share has two decimals."""
     if not price.reserved:
         return [0]
     share = price.spot_share if price.spot else 0.0
@@ -394,19 +374,15 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
     as_first = tuple(per_s * rate / point for per_s, point in zip(hourly, rates, strict=True))
     replicas = replicas_by_hour(pool, as_first, rate)
     of_day = dataclasses.replace(load, weights=tuple(map(sum, zip(*(one.weights for one in loads), strict=True))))
-    input_tokens, output_tokens, refused = of_day.means(replica.longest, place)
+    input_tokens, output_tokens, refused = of_day.means(replica.longest)
     requests = 3600 * sum(hourly) * (1 - refused)
     cost = cost_of(pool.price, replicas, requests * (input_tokens + output_tokens), requests * output_tokens)
-    input_tokens, output_tokens, _ = load.means(replica.longest, place)
-    context, ratio = input_tokens + output_tokens / 2, input_tokens / output_tokens
-    batch = replica.step.operating_point(pool.slo.itl_s, replica.slots, round(context), ratio)
-    step = replica.step
+    input_tokens, output_tokens, _ = load.means(replica.longest)
+    context, ratio, step = input_tokens + output_tokens / 2, input_tokens / output_tokens, replica.step
+    of_step = {one: getattr(step, one) for one in ("machine", "source", "error_p50_percent", "error_p95_percent")}
     return PoolPlan(
         name=name,
-        machine=step.machine,
-        source=step.source,
-        error_p50_percent=step.error_p50_percent,
-        error_p95_percent=step.error_p95_percent,
+        **of_step,
         checked=_checked(Path(pool.engine), step.made) if pool.engine else {},
         requests_per_s=hourly,
         input_tokens=input_tokens,
@@ -421,7 +397,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         little=hourly[load.hour] * found.e2e_mean_s,
         slots=replica.slots,
         kv_sequences=replica.kv_tokens / (input_tokens + output_tokens),
-        decode_batch=batch,
+        decode_batch=step.operating_point(pool.slo.itl_s, replica.slots, round(context), ratio),
         tokens_per_step=step.tokens_per_step,
         shares=_shares(replica, found.sequences, input_tokens, output_tokens),
         others=[Mix(one.hour, point, ends) for one, (point, _, ends) in points.items() if one != load],
@@ -429,7 +405,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         headroom=pool.headroom,
         replicas=replicas,
         cost=cost,
-        sensitivity=_sensitivity(pool, replica, load, as_first, place, rate, cost, replicas),
+        sensitivity=_sensitivity(pool, replica, load, as_first, rate, cost, replicas),
         check=_check(name, pool, path, rate, load),
     )
 
@@ -447,11 +423,8 @@ def _check(name: str, pool: Pool, path: Path, rate: float, load: Load) -> str:
     """Return the command that checks the forecast: here, or of an estimate on such a replica."""
     if pool.engine:
         return shlex.join(["python", "-m", "cluster", "plan", str(path), f"--check={name}"])
-    runs = [
-        _bench(one, rate * weight / sum(load.weights), seed)
-        for seed, (one, weight) in enumerate(zip(load.classes, load.weights, strict=True))
-        if weight
-    ]
+    mix = enumerate(zip(load.classes, load.parts, strict=True))
+    runs = [_bench(one, rate * part, seed) for seed, (one, part) in mix if part]
     if len(runs) == 1:
         return runs[0]
     return " & ".join([*(f"{run} --out check-{nth}" for nth, run in enumerate(runs)), "wait"])  # all at once: the mix
@@ -483,52 +456,40 @@ def _shares(replica: Replica, sequences: float, input_tokens: float, output_toke
 
 
 def _sensitivity(
-    pool: Pool,
-    replica: Replica,
-    load: Load,
-    hourly: tuple[float, ...],
-    place: str,
-    rate: float,
-    cost: Cost,
-    replicas: Sequence[int],
+    pool: Pool, replica: Replica, load: Load, hourly: Sequence[float], rate: float, cost: Cost, replicas: Sequence[int]
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return the change of cost, else of replica-hours, in per cent for each input less and more 20 per cent.
 
     hourly: requests per second of the load's mix that need each hour's replicas. rate: the operating point, which
     requests, headroom and prices do not change; those of other mixes change with it.
     """
-
-    def value(cost: Cost, replicas: Sequence[int]) -> float:
-        return cost.day or float(sum(replicas))
-
-    base = value(cost, replicas)
+    base = cost.day or float(sum(replicas))
 
     def changed(what: str, factor: float) -> float | None:
-        other, kind, mix, rates = pool, replica, load, hourly
+        kind, mix, rates, update = replica, load, hourly, dict[str, Any]()
         if what == "requests":
-            rates = tuple(rate * factor for rate in hourly)
+            rates = [per_s * factor for per_s in hourly]
         elif what in ("input", "output"):
             mix = dataclasses.replace(load, classes=tuple(one.scaled(what, factor) for one in load.classes))
         elif what == "step time":
             terms: dict[str, Any] = {name: seconds * factor for name, seconds in replica.step.terms.items()}
             kind = dataclasses.replace(replica, step=dataclasses.replace(replica.step, **terms))
         elif what == "objectives":
-            slo = Slo(**{name: limit * factor for name, limit in pool.slo})
-            other = pool.model_copy(update={"slo": slo})
+            update = {"slo": Slo(**{name: limit * factor for name, limit in pool.slo})}
         elif what == "headroom":
-            other = pool.model_copy(update={"headroom": pool.headroom * factor})
+            update = {"headroom": pool.headroom * factor}
         else:
-            scaled = {name: getattr(pool.price, name) * factor for name in ("on_demand", "reserved", "spot")}
-            other = pool.model_copy(update={"price": pool.price.model_copy(update=scaled)})
-        point = rate
+            prices = {name: getattr(pool.price, name) * factor for name in ("on_demand", "reserved", "spot")}
+            update = {"price": pool.price.model_copy(update=prices)}
+        other, point = pool.model_copy(update=update), rate
         if (kind, mix, other.slo) != (replica, load, pool.slo):
             try:
-                point, *_ = _search(kind, mix, other.slo, place)
+                point, *_ = _search(kind, mix, other.slo, "")
             except InvalidArgument:
                 return None
         count = replicas_by_hour(other, rates, point)
-        day = cost_of(other.price, count, 0.0, 0.0)  # tokens do not change what a day costs
-        return 100 * (value(day, count) / base - 1) if base else 0.0
+        day = cost_of(other.price, count, 0.0, 0.0).day  # tokens do not change what a day costs
+        return 100 * ((day or sum(count)) / base - 1) if base else 0.0
 
     inputs = ["requests", "input", "output", "step time", "headroom"]
     inputs += ["objectives"] * any(limit < math.inf for _, limit in pool.slo) + ["price"] * bool(cost.day)

@@ -1,4 +1,4 @@
-"""One replica under a load: the model of its engine, and the figures of the requests. No randomness: they are given."""
+"""One replica under a load: the model of its engine, and the figures of the requests."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class Forecast:
 
 @dataclass
 class _Run:
-    """steps: seconds between two tokens of a sequence, and tokens of decoding.
-    lacked: steps in which requests waited for "slots" or "kv"."""
+    """steps: seconds between two tokens of a sequence, and tokens. lacked: steps in which requests waited for it."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     lacked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("slots", "kv", ""), 0))
@@ -64,8 +63,8 @@ class _Run:
 def serve(
     replica: Replica, requests: Iterable[Request], after: Callable[[Request], Request | None] = lambda done: None
 ) -> _Run:
-    """Run all requests, in the order of their instants; return them with their instants. Those that the engine would
-    refuse as too long are left out. after: returns the request that follows one that ended or was refused."""
+    """Run all requests in order, without those that the engine would refuse as too long. after: returns the request
+    that follows one that ended or was refused."""
     coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
     run = _Run()
 

@@ -21,7 +21,6 @@ def described(plan: PoolPlan, currency: str) -> str:
         origin += f"; its points are within {plan.error_p50_percent:.0f} % (p50), {plan.error_p95_percent:.0f} % (p95)"
     shares = ", ".join(f"{name} {part:.0%}" for name, part in plan.shares.items())
     tokens_per_s = plan.rate * (1 - plan.refused) * plan.output_tokens
-    bounds = f"{plan.slots} slots; KV cache for {plan.kv_sequences:.0f} sequences; ITL for {plan.decode_batch}"
     latencies = f"TTFT p50 {at.ttft_p50_s:.3f}, p95 {at.ttft_p95_s:.3f}; ITL mean {at.itl_mean_s:.4f}"
     rows = [
         ("machine", plan.machine),
@@ -31,7 +30,7 @@ def described(plan: PoolPlan, currency: str) -> str:
         ("one replica", f"{plan.rate:.3g} requests/s, {tokens_per_s:.0f} tokens/s out"),
         ("its batch", f"{at.sequences:.1f} sequences, busy {at.busy:.0%} of the time; a step is {shares}"),
         ("seconds", f"{latencies}, p95 {at.itl_p95_s:.4f}; end to end p95 {at.e2e_p95_s:.2f}"),
-        ("bounds", bounds),
+        ("bounds", f"{plan.slots} slots; KV cache for {plan.kv_sequences:.0f} sequences; ITL for {plan.decode_batch}"),
         ("binds", f"{plan.binds}; {plan.moves}"),
         ("peak", f"{plan.requests_per_s[plan.hour]:.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
         ("replicas", f"{max(plan.replicas)} at the peak, with {plan.headroom:.0%} headroom"),
@@ -49,24 +48,21 @@ def described(plan: PoolPlan, currency: str) -> str:
         elastic = f"{cost.on_demand_hours:.0f} on-demand hours, {cost.spot_hours:.0f} spot hours a day"
         rows.append(("cost", f"{currency}{cost.month:,.0f} a month; {per}"))
         rows.append(("paid for", f"{cost.reserved} reserved replicas; {elastic}"))
-    lines = [f"pool {plan.name}", *(f"  {name:<16}{text}" for name, text in rows), ""]
-    lines.append(_row("hour", range(HOURS), 6))
+    lines = [f"pool {plan.name}", *(f"  {name:<16}{text}" for name, text in rows), "", _row("hour", range(HOURS), 6)]
     lines.append(_row("requests/s", (f"{rate:.3g}" for rate in plan.requests_per_s), 6))
     if plan.others:
         lines.append(_row("one replica's", (f"{rate:.3g}" for rate in plan.rates), 6))
     lines += [_row("replicas", plan.replicas, 6), ""]
     lines.append(_row(f"{'cost' if cost.day else 'replica-hours'}, if", ("-20 %", "+20 %"), 9))
     for name, changes in plan.sensitivity.items():
-        cells = ("missed" if change is None else f"{change:+.0f} %" for change in changes)
-        lines.append(_row(name, cells, 9))
+        lines.append(_row(name, ("missed" if change is None else f"{change:+.0f} %" for change in changes), 9))
     return "\n".join([*lines, "", f"  check: {plan.check}"])
 
 
 def _errors(checked: Mapping[str, float]) -> str:
     if not checked:
         return "not compared with the bench yet; the last line says how"
-    said = (f"{name} {error:+.0%}" for name, error in checked.items())
-    return f"off by, at worst beside the bench: {', '.join(said)}"
+    return "off by, at worst beside the bench: " + ", ".join(f"{name} {error:+.0%}" for name, error in checked.items())
 
 
 def _row(name: str, cells: Iterable[object], width: int) -> str:
@@ -74,10 +70,10 @@ def _row(name: str, cells: Iterable[object], width: int) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise InvalidArgument for a file that cannot be drawn to, before a plan takes its minute."""
+    """Raise InvalidArgument for a file that cannot be drawn to, before a plan or a simulation takes its minute."""
     if path.suffix not in SUFFIXES:
         raise InvalidArgument("plot", f"must end in {', '.join(SUFFIXES)}, got {path}")
-    if not path.parent.is_dir():
+    if not path.absolute().parent.is_dir():
         raise InvalidArgument("plot", f"must be in a folder that exists, got {path}")
 
 

@@ -1,7 +1,4 @@
-"""A scenario: the requests of every hour, their objectives, and prices of replicas (docs/capacity.md).
-
-Every field is checked by name.
-"""
+"""A scenario: the requests of every hour, their objectives, and prices of replicas (docs/capacity.md)."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from contract import prometheus, step_model, toml_table
 from contract.errors import InvalidArgument
+from contract.toml_table import Amount, Part, Positive, Table
 
 HOURS = 24
 MOST_BYTES = 4 * 1024 * 1024  # of a metrics page
@@ -28,13 +26,6 @@ MOST_TOKENS = 1_000_000  # as in the benchmarks, which check a plan
 MOST_AMOUNT = 1e9
 _Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 _Percentile = Annotated[float, Field(ge=1, le=MOST_TOKENS, allow_inf_nan=False)]
-_Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT, allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, le=MOST_AMOUNT, allow_inf_nan=False)]
-_Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _by_hour(value: object) -> tuple[object, ...]:
@@ -46,10 +37,10 @@ def _by_hour(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-ByHour = Annotated[tuple[_Amount, ...], BeforeValidator(_by_hour)]
+ByHour = Annotated[tuple[Amount, ...], BeforeValidator(_by_hour)]
 
 
-class Lengths(_Table):
+class Lengths(Table):
     """A log-normal distribution of tokens. p50, p95: percentiles; equal ones are a fixed length. most: the longest."""
 
     p50: _Percentile
@@ -86,7 +77,7 @@ def _fixed(value: object) -> object:
     return value
 
 
-def _not_all_cut(lengths: Lengths) -> Lengths:
+def _not_all_cut(lengths: Lengths) -> Lengths:  # not of Lengths itself: scaled ones may be
     if lengths.most < lengths.p50:
         raise ValueError(f"most: must be at least p50, got {lengths.most}")
     return lengths
@@ -95,7 +86,7 @@ def _not_all_cut(lengths: Lengths) -> Lengths:
 _Lengths = Annotated[Lengths, BeforeValidator(_fixed), AfterValidator(_not_all_cut)]
 
 
-class Class(_Table):
+class Class(Table):
     """Requests of one kind, by one of four sources.
 
     requests_per_s: by hour, or a number for every hour. users: likewise, and requests_per_user_hour of each.
@@ -107,7 +98,7 @@ class Class(_Table):
     name: Annotated[str, Field(min_length=1, max_length=100)]
     requests_per_s: ByHour | None = None
     users: ByHour | None = None
-    requests_per_user_hour: _Positive = 10.0
+    requests_per_user_hour: Positive = 10.0
     input: _Lengths | None = None
     output: _Lengths | None = None
     trace: str = ""
@@ -119,12 +110,11 @@ class Class(_Table):
     def _one_source(self) -> Class:
         told = [name for name in ("requests_per_s", "users", "trace", "metrics") if getattr(self, name)]
         if len(told) != 1:
-            raise ValueError(
-                f"requests_per_s: must be given, or users, trace or metrics, one of them; got {told or 'none'}"
-            )
-        of = {"requests_per_user_hour": "users", "seconds": "metrics"}
-        for name in [name for name in of if name in self.model_fields_set and of[name] not in told]:
-            raise ValueError(f"{name}: must be left out without {of[name]}")
+            allowed = "must be given, or users, trace or metrics, one of them"
+            raise ValueError(f"requests_per_s: {allowed}; got {told or 'none'}")
+        for name, source in (("requests_per_user_hour", "users"), ("seconds", "metrics")):
+            if name in self.model_fields_set and source not in told:
+                raise ValueError(f"{name}: must be left out without {source}")
         for name in ("input", "output"):
             if self.trace or self.metrics:
                 if name in self.model_fields_set:
@@ -157,7 +147,7 @@ class Class(_Table):
         return found
 
 
-class Slo(_Table):
+class Slo(Table):
     """Objectives at the 95th percentile, in seconds; inf: none. itl_s: between two tokens."""
 
     ttft_s: Annotated[float, Field(gt=0)] = math.inf
@@ -165,14 +155,14 @@ class Slo(_Table):
     e2e_s: Annotated[float, Field(gt=0)] = math.inf
 
 
-class Price(_Table):
+class Price(Table):
     """Of a replica-hour; 0 for a kind that is not to be had. spot_share: most of the replicas beyond the reserved ones
     that may be spot ones, which can be taken away; without on_demand, most of all replicas."""
 
-    on_demand: _Amount = 0.0
-    reserved: _Amount = 0.0
-    spot: _Amount = 0.0
-    spot_share: _Part = 0.0
+    on_demand: Amount = 0.0
+    reserved: Amount = 0.0
+    spot: Amount = 0.0
+    spot_share: Part = 0.0
 
     @model_validator(mode="after")
     def _all_to_be_had(self) -> Price:
@@ -185,10 +175,10 @@ class Price(_Table):
 
 # Probability that a draft token is accepted if those before it were: a number, or one for each kind of text, or for
 # each one for each of ``step_model.STRETCHES``.
-Acceptance = Annotated[tuple[tuple[_Part, ...], ...], BeforeValidator(step_model.texts)]
+Acceptance = Annotated[tuple[tuple[Part, ...], ...], BeforeValidator(step_model.texts)]
 
 
-class Accelerator(_Table):
+class Accelerator(Table):
     """A replica that is not built yet: its model and what it runs on; cluster/plan/estimate.py.
 
     card: by name. cards: of one replica (tensor parallel). published: a model of the TensorRT-LLM tables, or "".
@@ -198,7 +188,7 @@ class Accelerator(_Table):
     card: str
     cards: Annotated[int, Field(ge=1, le=64)] = 1
     published: str = ""
-    parameters: _Positive
+    parameters: Positive
     layers: Annotated[int, Field(ge=1, le=1000)]
     kv_heads: Annotated[int, Field(ge=1, le=1024)]
     head_dim: Annotated[int, Field(ge=1, le=1024)]
@@ -214,20 +204,14 @@ def _engine_folder(given: str) -> str:
     return str(Path(os.environ.get("TRIDENT_ENGINES_DIR") or "engines") / given) if named else given
 
 
-def _listed(value: object) -> tuple[object, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"must be a list of tables, got {value!r}")
-    return tuple(value)
-
-
-class Pool(_Table):
+class Pool(Table):
     """A kind of replica, ``engine`` (a folder with step_model.json, or a name in engines/) or ``estimate``, and what it
     serves. acceptance: of the drafts of an engine that drafts; what its calibration found by default."""
 
     engine: Annotated[str, AfterValidator(_engine_folder)] = ""
     acceptance: Acceptance = ()
     estimate: Accelerator | None = None
-    classes: Annotated[tuple[Class, ...], Field(min_length=1), BeforeValidator(_listed)]
+    classes: Annotated[tuple[Class, ...], Field(min_length=1, strict=False)]  # TOML has lists
     slo: Slo = Slo()
     price: Price = Price()
     headroom: Annotated[float, Field(ge=0, le=10)] = 0.3
@@ -240,7 +224,7 @@ class Pool(_Table):
         return self
 
 
-class Scenario(_Table):
+class Scenario(Table):
     """Pools by name. currency: of the prices. seed: of every random choice."""
 
     pools: Annotated[dict[str, Pool], Field(min_length=1)]
@@ -256,20 +240,23 @@ def read(path: Path) -> Scenario:
 def of_table(table: Mapping[str, Any], path: Path = Path("scenario")) -> Scenario:
     """Return a scenario; traces are read, relative to the file. Raises InvalidArgument."""
     found = toml_table.checked(Scenario, table, str(path))
-    pools = {name: _measured(pool, f"pools.{name}", path) for name, pool in found.pools.items()}
+    pools = {}
+    for name, pool in found.pools.items():
+        places = (f"{path}: pools.{name}.classes.{number}" for number in range(len(pool.classes)))
+        classes = tuple(_measured(one, place, path) for one, place in zip(pool.classes, places, strict=True))
+        pools[name] = pool.model_copy(update={"classes": classes})
     return found.model_copy(update={"pools": pools})
 
 
-def _measured(pool: Pool, place: str, path: Path) -> Pool:
-    classes = []
-    for number, one in enumerate(pool.classes):
-        where = f"{path}: {place}.classes.{number}"
-        if one.trace:
-            one = _of_trace(one, path.parent / one.trace, f"{where}.trace")
-        elif one.metrics:
-            one = _of_metrics(one, f"{where}.metrics")
-        classes.append(one)
-    return pool.model_copy(update={"classes": tuple(classes)})
+def _measured(one: Class, place: str, path: Path) -> Class:
+    """Return the class with what its trace or a gateway's metrics tell of it."""
+    if not one.trace:
+        return _of_metrics(one, f"{place}.metrics") if one.metrics else one
+    trace, place = path.parent / one.trace, f"{place}.trace"
+    rows = _rows(trace, place)
+    found = _observed(one, _recorded_rates([row.at_s for row in rows]), place).model_copy(update={"trace": str(trace)})
+    found._recorded = tuple((int(row.input_tokens), int(row.output_tokens)) for row in rows)
+    return found
 
 
 def _of_metrics(one: Class, place: str) -> Class:
@@ -281,9 +268,9 @@ def _of_metrics(one: Class, place: str) -> Class:
                 page = prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
         except (OSError, ValueError, OverflowError, http.client.HTTPException) as exc:
             raise InvalidArgument(place, f"must be a gateway's metrics page, got {one.metrics}: {exc}") from exc
-        requests = page.value("gen_ai_server_request_duration_seconds_count", pool=one.name, error_type="")
-        tokens = "trident_gateway_pool_tokens_total"
-        return requests, *(page.value(tokens, pool=one.name, direction=name) for name in ("input", "output"))
+        requests, tokens = "gen_ai_server_request_duration_seconds_count", "trident_gateway_pool_tokens_total"
+        sides = (page.value(tokens, pool=one.name, direction=name) for name in ("input", "output"))
+        return page.value(requests, pool=one.name, error_type=""), *sides
 
     before = reading()
     time.sleep(one.seconds)
@@ -291,7 +278,7 @@ def _of_metrics(one: Class, place: str) -> Class:
     if not (requests > 0 and input_tokens > 0 and output_tokens > 0):
         problem = f"must have requests of a pool {one.name!r} within {one.seconds:g} s, got none at {one.metrics}"
         raise InvalidArgument(place, problem)
-    told = {name: _of_mean(total / requests) for name, total in (("input", input_tokens), ("output", output_tokens))}
+    told = {"input": _of_mean(input_tokens / requests), "output": _of_mean(output_tokens / requests)}
     return _observed(one, (requests / one.seconds,) * HOURS, place).model_copy(update=told)
 
 
@@ -311,9 +298,9 @@ def _observed(one: Class, rates: tuple[float, ...], place: str) -> Class:
 _Whole = Annotated[float, Field(ge=1, le=MOST_TOKENS, multiple_of=1)]  # 10.0 is 10, as in the benchmarks
 
 
-class _Row(_Table):
+class _Row(Table):
     model_config = ConfigDict(extra="ignore")
-    at_s: _Amount
+    at_s: Amount
     input_tokens: _Whole
     output_tokens: _Whole
 
@@ -331,17 +318,9 @@ def _rows(trace: Path, place: str) -> list[_Row]:
         problem = str(exc)
         if isinstance(exc, ValidationError):
             error = exc.errors()[0]
-            problem = ": ".join([*map(str, error["loc"]), error["msg"]])
+            problem = ": ".join(map(str, [*error["loc"], error["msg"]]))
         form = "JSON lines of at_s, input_tokens and output_tokens"
         raise InvalidArgument(place, f"must have {form}, got {trace}: {problem}") from exc
-
-
-def _of_trace(one: Class, trace: Path, place: str) -> Class:
-    """Return the class with the rates and the requests of its trace."""
-    rows = _rows(trace, place)
-    found = _observed(one, _recorded_rates([row.at_s for row in rows]), place).model_copy(update={"trace": str(trace)})
-    found._recorded = tuple((int(row.input_tokens), int(row.output_tokens)) for row in rows)
-    return found
 
 
 def _recorded_rates(at_s: Sequence[float]) -> tuple[float, ...]:

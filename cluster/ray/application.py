@@ -1,7 +1,6 @@
 """The fleet as a Ray Serve application: what Serve builds from a configuration, and that configuration.
 
-cluster/ray/fleet.yaml is one for `serve deploy`. Other ``args`` are another version, which Serve rolls out; the number
-of replicas changes in place.
+Other ``args`` are another version, which Serve rolls out; the number of replicas changes in place.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ BEYOND_DRAIN_S = 20.0
 class ServerArguments(BaseModel):
     """What every replica runs, on every node.
 
-    engine: folder under ``root``/engines, or TRIDENT_ENGINES_DIR of ``environ``.
-    register: the gateways, as TRIDENT_REGISTER. token_file: as TRIDENT_REGISTER_TOKEN_FILE. pool: of the gateways.
+    engine: folder under ``root``/engines, or TRIDENT_ENGINES_DIR of ``environ`` (more variables of the server).
+    register, token_file, pool: TRIDENT_REGISTER, TRIDENT_REGISTER_TOKEN_FILE, TRIDENT_REGISTER_POOL.
     drain_s: seconds that streams may go on after a stop. orphan_s: and that a server goes on whose Ray worker died.
-    root, python: the project's folder, and the interpreter of its environment.
-    cpus: that Ray books for a replica. environ: more variables of the server.
+    root, python: the project's folder, and its interpreter. cpus: that Ray books for a replica.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -46,6 +44,11 @@ class ServerArguments(BaseModel):
     python: str = str(ROOT / ".venv" / "bin" / "python")
     cpus: Annotated[float, Field(ge=0, le=10_000)] = 1.0
     environ: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Of the engine."""
+        return Path(self.environ.get("TRIDENT_ENGINES_DIR") or Path(self.root, "engines"), self.engine)
 
     def variables(self) -> dict[str, str]:
         """Return the environment of the server beyond the worker's own."""
@@ -65,7 +68,7 @@ def application(arguments: dict[str, Any]) -> Any:
     from cluster.ray.replica import TritonReplica
 
     server = checked(arguments)
-    return serve.deployment(TritonReplica).options(**options(server, engine_of(server))).bind(
+    return serve.deployment(TritonReplica).options(**options(server, manifest.load(server.folder))).bind(
         server.root, server.python, server.engine, server.variables(), server.orphan_s
     )  # fmt: skip
 
@@ -75,21 +78,8 @@ def checked(arguments: Mapping[str, Any]) -> ServerArguments:
     return toml_table.checked(ServerArguments, arguments, "args")
 
 
-def engine_of(server: ServerArguments) -> EngineManifest:
-    """Return the manifest of a replica's engine. Raises NotFound, EngineFailed."""
-    return manifest.load(folder_of(server))
-
-
-def folder_of(server: ServerArguments) -> Path:
-    """Return the folder of a replica's engine."""
-    return Path(server.environ.get("TRIDENT_ENGINES_DIR") or Path(server.root, "engines"), server.engine)
-
-
 def options(server: ServerArguments, engine: EngineManifest) -> dict[str, Any]:
-    """Return how Serve places, checks and stops the replicas of an engine.
-
-    An actor sees the GPUs of one node, so that ``num_gpus`` is all that tensor parallelism there needs.
-    """
+    """Return how Serve places, checks and stops the replicas of an engine."""
     gpus = int(engine.recipe.get("tp") or 1) * int(engine.recipe.get("pp") or 1) if engine.kind in GPU_KINDS else 0
     actor: dict[str, Any] = {"num_cpus": server.cpus, "num_gpus": gpus}
     if engine.memory_bytes:
@@ -108,11 +98,8 @@ def options(server: ServerArguments, engine: EngineManifest) -> dict[str, Any]:
 def configuration(
     server: ServerArguments, least: int, most: int, gateways: list[str], scaling: str = ""
 ) -> dict[str, Any]:
-    """Return the configuration of Serve: that of fleet.yaml, with these arguments.
-
-    least, most: bounds of the number of replicas. gateways: their metrics pages, for the policy.
-    scaling: file of the policy's rules; "" for the defaults.
-    """
+    """Return fleet.yaml's configuration of Serve with these arguments. least, most: replicas. gateways: their metrics
+    pages, for the policy. scaling: file of its rules; "": the defaults."""
     config: dict[str, Any] = yaml.safe_load(FILE.read_text("utf-8"))
     [app] = config["applications"]
     app["args"] = server.model_dump(by_alias=True)

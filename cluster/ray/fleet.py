@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import math
 import multiprocessing
@@ -21,11 +22,13 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.ray.application import APPLICATION, ROOT, ServerArguments, checked, configuration, engine_of, folder_of
+from cluster.ray.application import APPLICATION, ROOT, ServerArguments, checked, configuration
 from cluster.scaling import rules
+from contract import manifest
 from contract.errors import InvalidArgument, Unavailable
 
 NAMESPACE = "trident"
@@ -37,11 +40,8 @@ OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing is stored t
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is known of a running fleet to those that change it; in fleet.json of its folder.
-
-    ray: address of the cluster. monitoring: the gateway's metrics page. arguments: ServerArguments.
-    min, max: bounds of the number of replicas. scaling: file of the scaling rules.
-    """
+    """What is known of a running fleet to those that change it; in fleet.json of its folder. ray: its address.
+    monitoring: the gateway's metrics page. arguments: ServerArguments. scaling: file of the rules."""
 
     ray: str
     monitoring: str
@@ -60,7 +60,7 @@ class Fleet:
             raise InvalidArgument("max", f"must be at least 1, got {self.max}")
         if not 0 <= self.min <= self.max:
             raise InvalidArgument("min", f"must be at least 0 and at most max, {self.max}, got {self.min}")
-        engine_of(server)
+        manifest.load(server.folder)
 
     def deploy(self) -> None:
         """Give Serve this configuration, by which it starts, rolls out or rescales the replicas."""
@@ -77,7 +77,7 @@ class Fleet:
 def run(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) -> int:
     """Start Ray, the gateway and the replicas; print what changes until SIGINT or SIGTERM, then drain them all.
 
-    folder: of tokens and fleet.json. changes: fields of ServerArguments. bounds: fields of Fleet.
+    folder: of tokens and fleet.json. changes: fields of ServerArguments. bounds: min, max and scaling.
     Return 0, or 1 if the first replica did not start or the gateway ended. Raises TridentError.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,10 +136,7 @@ def _serve(folder: Path, temporary: str) -> None:
 
 
 def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) -> None:
-    """Change the fleet of a folder: bounds in place, everything else as a new version that Serve rolls out.
-
-    Raises Unavailable if there is none, InvalidArgument, NotFound.
-    """
+    """Change the fleet of a folder: bounds in place, everything else as a new version. Raises TridentError."""
     try:
         known = _known(folder)
         host, _, port = known["ray"].rpartition(":")
@@ -168,10 +165,8 @@ def _known(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _ray(folder: Path, cpus: float, temporary: str) -> Iterator[str]:
-    """Run a small Ray with Serve, without proxies and dashboard; drain all replicas at the end.
-
-    cpus: of all replicas; twice as many are booked, since new versions start beside old ones. temporary: for its files.
-    """
+    """Run a small Ray with Serve; drain all replicas at the end. cpus: of all replicas; twice as many are booked, since
+    new versions start beside old ones. temporary: for its files."""
     _set_up_ray(folder)
     import ray
     from ray import serve
@@ -212,21 +207,17 @@ def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.
     """Run the gateway; yield its process, the address of its HTTP endpoint and the URL of its metrics."""
     environment = {
         "TRIDENT_GATEWAY_MODEL": server.engine,
-        "TRIDENT_TOKENIZER": str(folder_of(server) / "tokenizer.json"),
+        "TRIDENT_TOKENIZER": str(server.folder / "tokenizer.json"),
         **os.environ,
         "TRIDENT_GATEWAY_REPLICAS": "registered",
         "TRIDENT_GATEWAY_ADMIN_TOKEN_FILE": str(token),
     }
     prctl = ctypes.CDLL(None).prctl
+    # Ctrl-C in a terminal would end it before the replicas have drained; but it does not outlive this process.
     process = subprocess.Popen(
-        [server.python, "-m", "gateway"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C in a terminal would end it before the replicas have drained
-        preexec_fn=lambda: prctl(1, signal.SIGTERM),  # but it does not outlive this process
-    )
+        [server.python, "-m", "gateway"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGTERM),
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         words = process.stdout.readline().split()
@@ -241,18 +232,19 @@ def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.
 
 
 def _watch(http: str, token: str, stop: threading.Event) -> bool:
-    """Print every change of the replicas, by Serve and by the gateway, until ``stop``.
-
-    Return whether any replica served; False also if the first one does not start.
-    """
+    """Print every change of the replicas until ``stop``, or until the first one fails; return whether any served."""
     from ray.exceptions import RayError
 
     began_s, shown, served = time.monotonic(), "", False
-    with _answers() as answered:
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as ending:
+        # This process ends GONE_S after the latest answer: a call of a Ray that has died may never return.
+        answered = partial(faulthandler.dump_traceback_later, GONE_S, exit=True, file=nowhere)
+        answered()
+        ending.callback(faulthandler.cancel_dump_traceback_later)
         while not stop.wait(WATCH_S):
             try:
                 line, failed = _by_serve()
-                answered.set()
+                answered()
             except (RayError, RuntimeError, ConnectionError) as error:
                 line, failed = f"Ray does not answer ({type(error).__name__}); servers go on for orphan_s", False
             states = registered(http, token)
@@ -264,25 +256,6 @@ def _watch(http: str, token: str, stop: threading.Event) -> bool:
             if failed and not served:
                 return False
     return True
-
-
-@contextlib.contextmanager
-def _answers() -> Iterator[threading.Event]:
-    """End this process when the event is not set for GONE_S: a call of a Ray that has died may never return."""
-    answered, done = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while answered.wait(GONE_S) or done.is_set():
-            answered.clear()
-            if done.wait(WATCH_S):
-                return
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield answered
-    finally:
-        done.set()
 
 
 def _by_serve() -> tuple[str, bool]:

@@ -1,6 +1,6 @@
 """Which Ray worker owns a server: a file for each server, locked by its worker, so that the kernel frees it.
 
-A server whose worker died is an orphan for a while. A new worker that would start the same server adopts it instead.
+A worker that would start a server whose like has lost its worker adopts that one instead.
 This file is also the program that runs beside a server (``keep``), without any package.
 """
 
@@ -24,9 +24,7 @@ STOP = "stop"
 
 def keep(file: Path, orphan_s: float) -> None:
     """Run beside a server, which drains when this returns: its worker has said so, or it had none for ``orphan_s``.
-
-    Says in ``file`` where the server is: pid of the supervisor, its status file, and its GPUs.
-    """
+    Writes into ``file`` the pid of the supervisor, its status file, and its GPUs."""
     with file.open("r+") as shared:
         told = [str(os.getppid()), os.environ["TRIDENT_STATUS_FILE"], os.environ.get("CUDA_VISIBLE_DEVICES", "")]
         print("\n".join(told), file=shared, flush=True)
@@ -52,11 +50,8 @@ def keep(file: Path, orphan_s: float) -> None:
 
 
 class Owned:
-    """A server that this process owns while it lives.
-
-    file: of which ``lock`` is locked. pid: of the supervisor. gpus: that the server sees.
-    Raises ValueError if the server has not started yet, ProcessLookupError if it has ended.
-    """
+    """A server that this process owns while it lives. lock: of ``file``. pid: of the supervisor. gpus: that it sees.
+    Raises ValueError if the server has not started yet, ProcessLookupError if it has ended."""
 
     def __init__(self, file: Path, lock: IO[str]) -> None:
         self.file, self._lock = file, lock
@@ -134,8 +129,8 @@ def locked(file: Path, flags: int = 0) -> IO[str]:
 def adopted(folder: Path, prefix: str, gpus: str) -> Owned | None:
     """Return a server that serves and has no owner, now this process's; None if there is none.
 
-    folder, prefix: of the files of such servers. gpus: that the server is to have. Other orphans that have one
-    of them are drained first, since only one server fits there, and those that hang are killed.
+    folder, prefix: of the files of such servers. gpus: that the server is to have: other orphans that have one of them
+    are drained first. Those that hang are killed.
     """
     for file in sorted(folder.glob("replica-*.owner")):
         try:

@@ -1,8 +1,4 @@
-"""The scaling law as an autoscaling policy of Ray Serve. Needs no Ray to be imported.
-
-    "autoscaling_config": {"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "downscale_delay_s": 0,
-        "policy": {"policy_function": "cluster.ray.policy:TokensPolicy",
-                   "policy_kwargs": {"gateways": ["http://127.0.0.1:9002/metrics"], "config": "scaling.toml"}}}
+"""The scaling law as an autoscaling policy of Ray Serve (fleet.yaml shows how). Needs no Ray to be imported.
 
 Serve makes it once, in its controller, and calls it ten times a second in a loop that waits for it. So a thread reads
 the pages and the file, and a call only looks at what is there. Other arguments restart every replica: what is to be
@@ -21,10 +17,10 @@ from typing import Any
 
 from cluster.scaling.law import decide
 from cluster.scaling.reader import Reader
-from cluster.scaling.report import Report
 from cluster.scaling.rules import RulesFile
 
 _LOG = logging.getLogger(__name__)
+INTERVAL_S = 1.0  # between two readings
 KEY = "trident"  # of our part of the policy's state, beside Serve's own
 
 
@@ -32,28 +28,19 @@ class TokensPolicy:
     """Wants as many replicas as the scaling law says.
 
     gateways: as of Reader. pool: of the gateways that these replicas serve. config: TOML file of rules; "": defaults.
-    interval_s: between two readings. stale_s: age at which a reading is worth nothing.
-    consoles, token_file: as of Report; "" for none.
+    consoles, token_file: as of Reader; "" for none.
     Raises InvalidArgument for wrong arguments, when it is made; a call never raises.
     """
 
     def __init__(
-        self,
-        gateways: list[str],
-        pool: str = "",
-        config: str = "",
-        interval_s: float = 1.0,
-        stale_s: float = 15.0,
-        consoles: str = "",
-        token_file: str = "",
+        self, gateways: list[str], pool: str = "", config: str = "", consoles: str = "", token_file: str = ""
     ) -> None:
-        self._pool, self._reader, self._rules = pool, Reader(gateways, stale_s), RulesFile(config)
-        if consoles and token_file:
-            self._reader.report = Report(consoles, token_file)
+        self._pool, self._rules = pool, RulesFile(config)
+        self._reader = Reader(gateways, consoles=consoles, token_file=token_file)
         self._readings = 0
         self._decided: tuple[int, int, dict[str, Any]] = (-1, 0, {})  # at which reading, what, the state
         self._failed = False
-        follow = (self._reader, weakref.proxy(self), interval_s)
+        follow = (self._reader, weakref.proxy(self))
         threading.Thread(target=_follow, args=follow, name="scaling-reader", daemon=True).start()
 
     def _read(self) -> None:
@@ -77,14 +64,13 @@ class TokensPolicy:
             decision = decide(rules, load, state.get(KEY), time.time(), ctx.target_num_replicas)
             if decision.wanted != ctx.target_num_replicas:
                 _LOG.info("pool %r: %s", self._pool, decision.reason)
-            if self._reader.report is not None:
-                self._reader.report.decisions = {self._pool: decision}
+            self._reader.decisions[self._pool] = decision
             self._decided = self._readings, decision.wanted, decision.state
         _, wanted, own = self._decided
         return wanted, {**state, KEY: own}
 
 
-def _follow(reader: Reader, policy: TokensPolicy, interval_s: float) -> None:
+def _follow(reader: Reader, policy: TokensPolicy) -> None:
     """Read the pages while the policy lives: for other arguments Serve makes another, in the same process."""
     with contextlib.suppress(ReferenceError):
-        asyncio.run(reader.watch(lambda: policy._read(), interval_s))
+        asyncio.run(reader.watch(lambda: policy._read(), INTERVAL_S))

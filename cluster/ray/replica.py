@@ -1,7 +1,4 @@
-"""One replica of Ray Serve: a supervised tritonserver that Ray starts, checks and stops, and cannot kill.
-
-No request passes through Ray: the server registers itself at the gateways (docs/fleet.md).
-"""
+"""One replica of Ray Serve: a supervised tritonserver that Ray starts, checks and stops, and cannot kill."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cluster.ray import ownership
 
@@ -28,30 +24,30 @@ SHOWN_CHARS = 2000  # of the log of a server that did not start
 class TritonReplica:
     """A server from its first token to the end of its drain; the class that Serve deploys.
 
-    One of the same kind whose worker died is adopted; none is started then.
-
-    root: the project's folder. python: that runs the server. engine: its name.
-    environ: of the server, beside the worker's own.
-    orphan_s: seconds that the server goes on without this process.
+    One of the same kind whose worker died is adopted; none is started then. Arguments as ServerArguments.
     Raises RuntimeError with the end of the server's log if it does not become ready.
     """
 
-    def __init__(
-        self, root: str, python: str, engine: str, environ: Mapping[str, str], orphan_s: float, name: str = ""
-    ) -> None:
+    def __init__(self, root: str, python: str, engine: str, environ: Mapping[str, str], orphan_s: float) -> None:
         self._stopping = threading.Event()
         self._unwell_since_s: float | None = None
         environment = environment_of(os.environ, environ)
         if "TRIDENT_HOST" not in environment:
-            environment["TRIDENT_HOST"] = node_address()
+            import ray
+
+            environment["TRIDENT_HOST"] = str(ray.util.get_node_ip_address())  # that other nodes reach it at
         folder = Path(environment.get("TRIDENT_STATE_DIR") or Path(root, ".triton"))
         folder.mkdir(parents=True, exist_ok=True)
         gpus = environment["CUDA_VISIBLE_DEVICES"]
         engines = environment.get("TRIDENT_ENGINES_DIR") or Path(root, "engines")
-        rest = (root, python, engine, orphan_s, dict(environ), environment["TRIDENT_HOST"], gpus)
-        kind = kind_of(Path(engines, engine), *rest)
+        try:
+            manifest = Path(engines, engine, "manifest.json").read_text()  # another build of an engine is another kind
+        except OSError:
+            manifest = ""  # the server says so
+        served = (manifest, root, python, engine, orphan_s, dict(environ), environment["TRIDENT_HOST"], gpus)
+        kind = hashlib.sha256(json.dumps(served, sort_keys=True).encode()).hexdigest()[:16]
         command = [python, "-m", "server", "--engine", engine, "--free-ports", "--"]
-        file = folder / f"replica-{kind}-{name or os.getpid()}.owner"
+        file = folder / f"replica-{kind}-{os.getpid()}.owner"
         adopted = ownership.adopted(folder, f"replica-{kind}-", gpus)
         self._owned = adopted or _started(file, root, environment, command, orphan_s)
         if adopted:
@@ -93,10 +89,7 @@ class TritonReplica:
 def _started(
     file: Path, root: str, environment: Mapping[str, str], server: list[str], orphan_s: float
 ) -> ownership.Owned:
-    """Start a server and return it when its first token was seen. file: of its owner, this process; beside it its log.
-
-    Raises RuntimeError with the end of the log if it does not become ready.
-    """
+    """Start a server and return it when its first token was seen. file: of its owner; its log stands beside it."""
     lock = ownership.locked(file, os.O_CREAT)
     # In a session of its own and nobody's child: Ray kills the process group of a worker that was killed, and the
     # children of one that exits, which would cut every stream.
@@ -113,34 +106,12 @@ def _started(
             return ownership.Owned(file, lock)
     lock.close()
     file.unlink()
-    raise RuntimeError(
-        f"the server did not start: {file.with_suffix('.log').read_text(errors='replace')[-SHOWN_CHARS:]}"
-    )
-
-
-def kind_of(engine: Path, *rest: Any) -> str:
-    """Return a name of what a server serves and how: one of the same kind can be adopted in place of a start.
-
-    engine: its folder; another build of it is another kind. rest: in JSON.
-    """
-    try:
-        manifest = (engine / "manifest.json").read_text()
-    except OSError:
-        manifest = ""  # the server says so
-    return hashlib.sha256(json.dumps([manifest, *rest], sort_keys=True).encode()).hexdigest()[:16]
+    said = file.with_suffix(".log").read_text(errors="replace")[-SHOWN_CHARS:]
+    raise RuntimeError(f"the server did not start: {said}")
 
 
 def environment_of(worker: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the server: the worker's without Ray's, and ``own``.
-
-    Without GPUs of its own it sees none: Ray leaves the variable unset then.
-    """
+    """Return the environment of the server: the worker's without Ray's, and ``own``. Without GPUs of its own, for which
+    Ray leaves the variable unset, it sees none."""
     kept = {name: value for name, value in worker.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
     return {"CUDA_VISIBLE_DEVICES": "", **kept, **own}
-
-
-def node_address() -> str:
-    """Return the address of this machine that other nodes of Ray's cluster reach it at."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())

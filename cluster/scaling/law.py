@@ -1,12 +1,9 @@
 """How many replicas a pool needs: a pure function of what is known now. No clock, no I/O.
 
-    decision = decide(rules, load, state, now_s)     # wanted replicas and why; decision.state goes into the next call
-
 The load is work that arrives, in tokens of decoding per second, and work that waits and would not be begun in time by
 the replicas that are ready or starting. Replicas are added while their capacity leaves less than ``least_headroom`` of
-it, and removed while one less would still leave ``most_headroom`` of the load and of what it varies by: the fewer
-requests make it up, the wider is the band between the two in which nothing changes. What is unknown is not zero:
-without a load, or with a part of it, no replica is removed.
+it, and removed while one less would still leave ``most_headroom`` of the load and of what it varies by. What is unknown
+is not zero: without a load, or with a part of it, no replica is removed.
 """
 
 from __future__ import annotations
@@ -28,8 +25,9 @@ _LATE = 3.0  # a start that takes so many times as long as usual is not counted 
 _TRIFLE = 0.01  # of a replica: a load below this is none
 _Count = Annotated[int, Field(ge=0, le=MOST)]
 _Amount = Annotated[float, Field(ge=0, le=1e15)]
+_Known = Annotated[float, Field(ge=-1, le=1e15)]  # -1: nothing is
 _NEVER = -1e12
-_Time = Annotated[float, Field(ge=_NEVER, le=1e15)]
+_Time = Annotated[float, Field(ge=_NEVER)]
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,10 @@ class Load:
     """What is known of one pool.
 
     complete: whether every gateway told its part; if not, the numbers are at least so large.
-    queued, running: tokens by class, as reserved: prompt and ``max_tokens``.
-    queued_requests, running_requests: those that wait for a slot, and those that hold one.
+    queued, running: tokens by class, as reserved: prompt and ``max_tokens``. cost: of one, in tokens of decoding.
     arrived_per_s: tokens that came per second, as reserved; None as long as it is not measured.
-    cost: work of a reserved token in tokens of decoding.
-    ready: replicas that serve. starting: those that said that they start; starting_s: until the last of them is ready,
-        None if unknown.
-    tokens_per_s: capacity of one replica in tokens of decoding; 0 if unknown.
-    slots: requests that one replica runs at once; 0 if unknown.
+    ready: replicas that serve. starting: those that said so; starting_s: until the last of them is ready, if known.
+    tokens_per_s: capacity of one replica in tokens of decoding; 0 if unknown. slots: of one replica; 0 if unknown.
     """
 
     complete: bool = True
@@ -67,12 +61,9 @@ class Load:
 
 @dataclass
 class Decision:
-    """How many replicas a pool needs.
-
-    wanted: replicas. rule: what decided: load, steady, cooldown, floor, ceiling, partial or unknown. reason: in words.
-    starting: replicas that were wanted and are not ready. forecast: expected work, tokens of decoding per second, when
-    a replica ordered now would serve. demand: forecast and what waits too long, in the same unit. capacity: of one
-    replica, 0 if unknown. state: for the next call, as JSON.
+    """rule: what decided: load, steady, cooldown, floor, ceiling, partial or unknown. starting: wanted and not ready.
+    forecast: work, tokens of decoding per second, expected when a replica ordered now would serve. demand: forecast and
+    what waits too long. capacity: of one replica, 0 if unknown. state: for the next call, as JSON.
     """
 
     wanted: int
@@ -90,9 +81,8 @@ class _State(BaseModel):
 
     wanted: the latest decision, -1 for none. up_s, changed_s: the latest addition, the latest change.
     recent: (time, replicas needed), each larger than those after it: the first is the most within the cooldown.
-    level, trend, level_s: of the arriving work, and when it was taken. noise: mean deviation of what arrives from the
-        level, as a part of it. requests: mean of those that hold a slot.
-    days: mean arriving work by time of day, -1 where none is known. bucket: (number, sum, samples) of the current one.
+    level, trend, level_s: of the arriving work, and when it was taken. noise: its mean deviation, as a part of level.
+    requests: mean of those that hold a slot. bucket: (number, sum, samples) of the current one of ``days``.
     ordered: when each starting replica was ordered. lost: some of them were not: they served before, or were missing
         when their pool was seen first. ready: replicas at the latest load. start_s: measured; 0: not yet.
     busy_s: when there was work last. tokens_per_s, slots: of a replica, as last measured.
@@ -108,9 +98,7 @@ class _State(BaseModel):
     level_s: _Time = _NEVER
     noise: Annotated[float, Field(ge=0, le=1)] = 0.0
     requests: _Amount = 0.0
-    days: Annotated[list[Annotated[float, Field(ge=-1, le=1e15)]], Field(min_length=BUCKETS, max_length=BUCKETS)] = [
-        -1.0
-    ] * BUCKETS
+    days: Annotated[list[_Known], Field(min_length=BUCKETS, max_length=BUCKETS)] = [-1.0] * BUCKETS
     bucket: tuple[Annotated[int, Field(ge=-1, lt=BUCKETS)], _Amount, _Count] = (-1, 0.0, 0)
     ordered: Annotated[list[_Time], Field(max_length=MOST)] = []
     lost: bool = False
@@ -122,14 +110,11 @@ class _State(BaseModel):
 
     @staticmethod
     def from_json(value: object, now_s: float) -> _State:
-        """Read a state, also one of another version or time, or a broken one: what cannot be used is left out."""
-        found = value if isinstance(value, Mapping) else {}
-        fields = {name: found[name] for name in _State.model_fields if name in found}
+        """Read a state, also one of another version or time; one that is broken is replaced by none."""
         try:
-            state = _State.model_validate(fields)
-        except ValidationError as exc:
-            wrong = {error["loc"][0] for error in exc.errors()}
-            state = _State.model_validate({name: item for name, item in fields.items() if name not in wrong})
+            state = _State.model_validate(value if isinstance(value, Mapping) else {})
+        except ValidationError:
+            state = _State()
         for name in ("up_s", "changed_s", "level_s", "busy_s"):  # a time that has not come yet is none
             setattr(state, name, getattr(state, name) if getattr(state, name) <= now_s else _NEVER)
         recent, state.recent = sorted(state.recent), []
@@ -190,8 +175,7 @@ def decide(rules: PoolRules, load: Load | None, state: object, now_s: float, tar
     """Return how many replicas the pool needs.
 
     load: None if nothing is known. state: of the decision before; None, or any other value, for the first.
-    now_s: seconds since 1970, UTC; any clock will do where the time of day does not matter.
-    target: replicas that are ordered now, where the orchestrator tells; None: those of the decision before.
+    now_s: seconds since 1970, UTC. target: replicas ordered now; None: those of the decision before.
     """
     known = _State.from_json(state, now_s)
     seen = load.ready + load.starting if load else 0
@@ -212,7 +196,11 @@ def _decided(rules: PoolRules, load: Load, state: _State, now: int, now_s: float
     """Return the decision without the bounds."""
     capacity, slots = state.tokens_per_s or rules.tokens_per_s, state.slots
     start_s = state.start_s or rules.start_s
-    forecast = _forecast(rules, state, start_s + rules.slow_start_s, now_s)
+    ahead_s = start_s + rules.slow_start_s
+    # By its rising trend, at most doubled, or as on earlier days.
+    forecast = min(state.level + max(0.0, state.trend) * ahead_s, 2 * state.level)
+    if rules.time_of_day:
+        forecast = max(forecast, state.days[int((now_s + ahead_s) // BUCKET_S % BUCKETS)])
     demand = forecast + _late_work(rules, load, state, capacity, forecast, start_s, now_s)
 
     def needed(headroom: float) -> int:
@@ -256,31 +244,19 @@ def _bounded(rules: PoolRules, decision: Decision, now: int, state: _State, now_
         decision.rule, decision.reason = "ceiling", f"{decision.reason}; {bound} {wanted}"
     if wanted != now:
         state.changed_s, state.up_s = now_s, now_s if wanted > now else state.up_s
-        decision.reason = f"{now} → {wanted}: {decision.reason}"
-    else:
-        decision.reason = f"{wanted}: {decision.reason}"
+    decision.reason = f"{f'{now} → ' if wanted != now else ''}{wanted}: {decision.reason}"
     state.order(wanted - state.ready, now_s)
     state.wanted = decision.wanted = wanted
     decision.starting, decision.state = len(state.ordered), state.model_dump(mode="json")
     return decision
 
 
-def _forecast(rules: PoolRules, state: _State, ahead_s: float, now_s: float) -> float:
-    """Return the work expected in ``ahead_s``: by its rising trend, at most doubled, or as on earlier days."""
-    soon = min(state.level + max(0.0, state.trend) * ahead_s, 2 * state.level)
-    day = state.days[int((now_s + ahead_s) // BUCKET_S % BUCKETS)]
-    return max(soon, day) if rules.time_of_day else soon
-
-
 def _late_work(
     rules: PoolRules, load: Load, state: _State, capacity: float, forecast: float, start_s: float, now_s: float
 ) -> float:
     """Return the work per second that it takes to work off in time what will still wait when a replica ordered now
-    would serve. Until then the ready and the starting ones work off what runs and what waits, the most urgent first.
-
-    Time is ``wait_s`` of the class, and as long again as a replica takes to serve: in less, replicas would be added
-    that have nothing to do once they are there.
-    """
+    would serve. In time: within ``wait_s`` of the class, and as long again as a replica takes to serve; in less,
+    replicas would be added that have nothing to do once they are there."""
     ramp_s = rules.slow_start_s / 2  # a new replica gets half of its share in the mean
     ahead_s = start_s + ramp_s
     serving_s = load.ready * ahead_s
@@ -306,9 +282,8 @@ def _in_words(load: Load, forecast: float, demand: float, capacity: float, slots
         requests = f"{load.running_requests + load.queued_requests:.0f} requests, {load.ready} replicas ready"
         return f"{requests}, {slots:.0f} slots each" if slots else f"{requests}, what one can do is not known yet"
     late = f" and {demand - forecast:.0f} for what would wait too long" if demand > forecast else ""
-    return (
-        f"{forecast:.0f} tokens/s expected{late}; {capacity:.0f} a replica; {_count(least)} needed, {load.ready} ready"
-    )
+    replicas = f"{capacity:.0f} a replica; {_count(least)} needed, {load.ready} ready"
+    return f"{forecast:.0f} tokens/s expected{late}; {replicas}"
 
 
 def _count(replicas: int) -> str:

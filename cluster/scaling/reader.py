@@ -1,22 +1,24 @@
-"""Read what the gateways' metrics pages say of their pools, and add it up.
+"""Read what the gateways' metrics pages say of their pools, add it up, and tell the gateways what was decided.
 
-A page that cannot be read counts with its latest reading until that is ``stale_s`` old. Without one of the pages the
-sum is incomplete, and says so; without any of them nothing is known.
+A page that cannot be read counts with its latest reading until that is ``stale_s`` old; then the sum is incomplete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from cluster.scaling.law import Load
-from cluster.scaling.report import Report, addresses
+from cluster.scaling.law import Decision, Load
 from contract import prometheus
 from contract.errors import InvalidArgument
 from contract.prometheus import Metrics
@@ -28,6 +30,8 @@ _ARRIVED, _BACKLOG = f"{_POOL}arrived_tokens_total", f"{_POOL}backlog_tokens"
 MAX_BYTES, LARGEST = 4 * 1024 * 1024, 1e15
 TIMEOUT_S = 2.0  # of one page
 _RATE_S = 15.0  # arriving tokens are counted over so long, or since the reading before
+_CONSOLES = re.compile(r"dns:///?[^/,\s]+:\d{1,5}|[^/,\s]+:\d{1,5}(,[^/,\s]+:\d{1,5})*")
+MAX_DECISIONS, MAX_REASON = 100, 2000  # that a gateway takes at once
 
 
 @dataclass(eq=False)
@@ -67,30 +71,57 @@ class _Page:
 class Reader:
     """Reads pages: ``await read(session)`` from time to time, and ``load(pool)`` at any time, from any thread.
 
-    gateways: URLs of metrics pages, such as http://HOST:9002/metrics, or ``dns:///NAME:PORT``, every address of which
-    is a gateway.
-    Raises InvalidArgument.
+    gateways: URLs of metrics pages, or ``dns:///NAME:PORT``, every address of which is a gateway.
+    consoles, token_file: HTTP endpoints, as TRIDENT_REGISTER, that are told ``decisions`` for their page /console
+        (docs/releases.md), and the file with their token; without both, none is.
     """
 
-    def __init__(self, gateways: Sequence[str], stale_s: float = 15.0) -> None:
+    def __init__(
+        self, gateways: Sequence[str], stale_s: float = 15.0, consoles: str = "", token_file: str | Path | None = None
+    ) -> None:
         self._gateways = tuple(_checked(url.strip()) for url in gateways if url.strip())
         if not self._gateways:
             raise InvalidArgument("gateways", "must name one metrics page at least, got none")
-        self._stale_s = stale_s
-        self.report: Report | None = None
+        if consoles and not _CONSOLES.fullmatch(consoles):
+            raise InvalidArgument("consoles", f"must be HOST:PORT,HOST:PORT or dns:///NAME:PORT, got {consoles!r}")
+        self._stale_s, self._consoles, self._token_file = stale_s, consoles, Path(token_file) if token_file else None
+        self.decisions: dict[str, Decision] = {}  # the latest of each pool
+        self._told = True
         self._pages: dict[str, _Page] = {}
         self._resolved: dict[str, list[str]] = {}
         self._unresolved: set[str] = set()  # names that the latest reading could not resolve
 
     async def watch(self, after: Callable[[], None], interval_s: float) -> None:
-        """Read the pages again and again, call ``after`` each time, and send the report."""
+        """Read the pages again and again, call ``after`` each time, and tell the decisions."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
             while True:
                 await self.read(http)
                 after()
-                if self.report is not None:
-                    await self.report.send(http)
+                await self.tell(http)
                 await asyncio.sleep(interval_s)
+
+    async def tell(self, http: aiohttp.ClientSession) -> None:
+        """Send the decisions to every gateway, which keeps those that differ. Does not raise."""
+        if not (self._consoles and self._token_file):
+            return
+        rows = [
+            {"pool": pool, "replicas": decided.wanted, "rule": decided.rule, "reason": decided.reason[:MAX_REASON]}
+            for pool, decided in [*self.decisions.items()][:MAX_DECISIONS]
+        ]
+
+        async def put(address: str) -> None:
+            async with http.put(f"http://{address}/admin/scaling", json={"decisions": rows}, headers=headers) as answer:
+                answer.raise_for_status()
+
+        try:
+            headers = {"authorization": f"Bearer {self._token_file.read_text('utf-8').strip()}"}
+            to = await _addresses(self._consoles) if self._consoles.startswith("dns:") else self._consoles.split(",")
+            failed = [one for one in await asyncio.gather(*map(put, to), return_exceptions=True) if one is not None]
+        except (OSError, ValueError) as exc:
+            failed = [exc]
+        if failed and self._told:
+            _LOG.warning("decisions cannot be told to the gateways: %s", failed[0] or type(failed[0]).__name__)
+        self._told = not failed
 
     async def read(self, http: aiohttp.ClientSession) -> None:
         """Read every page once. Does not raise for a page that fails, which is logged when that begins."""
@@ -101,7 +132,7 @@ class Reader:
 
     async def _resolve(self, gateway: str) -> None:
         try:
-            self._resolved[gateway] = [f"http://{address}/metrics" for address in await addresses(gateway)]
+            self._resolved[gateway] = [f"http://{address}/metrics" for address in await _addresses(gateway)]
             self._unresolved.discard(gateway)
         except (OSError, UnicodeError) as exc:  # those that were known stay
             if gateway not in self._unresolved:
@@ -151,12 +182,8 @@ class Reader:
             return None
         pages, rates = [page.metrics for page in telling], [page.rate(pool) for page in telling]
         cost = _mean(page.value(f"{_POOL}token_cost", pool=pool) for page in pages) or 1.0
-        healthy = {
-            labels.get("replica", "")
-            for page in pages
-            for labels, value in page.matching(f"{_REPLICA}healthy", pool=pool)
-            if value
-        }
+        told = [one for page in pages for one in page.matching(f"{_REPLICA}healthy", pool=pool)]
+        healthy = {labels.get("replica", "") for labels, value in told if value}
         starting_s = [value for page in pages for _, value in page.matching(f"{_POOL}starting_seconds", pool=pool)]
         tokens_per_s = _mean(_of_replicas(pages, "tokens_per_second", pool))
         if not tokens_per_s and healthy:  # what the whole pool did while requests waited
@@ -178,6 +205,17 @@ class Reader:
         )
 
 
+async def _addresses(name: str) -> list[str]:
+    """Return HOST:PORT of every address of ``dns:///NAME:PORT``. Raises OSError.
+
+    ``clients.replica_set.discovery`` cannot be imported here: Ray's environment has no tritonclient.
+    """
+    host, _, port = name.removeprefix("dns:").strip("/").rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [f"{f'[{one}]' if ':' in one else one}:{port}" for one in hosts]
+
+
 def _checked(url: str) -> str:
     parts = urlsplit(url)
     try:
@@ -193,20 +231,19 @@ def _checked(url: str) -> str:
 
 
 def _by_class(pages: Iterable[Metrics], pool: str, state: str) -> dict[int, float]:
-    found: dict[int, float] = {}
+    found: defaultdict[int, float] = defaultdict(float)
     for page in pages:
         for labels, tokens in page.matching(_BACKLOG, pool=pool, state=state):
-            priority = int(labels["priority"])
-            found[priority] = found.get(priority, 0.0) + tokens
+            found[int(labels["priority"])] += tokens
     return found
 
 
 def _of_replicas(pages: Iterable[Metrics], name: str, pool: str) -> list[float]:
     """Return a number of each replica: the mean of the gateways that know it."""
-    known: dict[str, list[float]] = {}
+    known: defaultdict[str, list[float]] = defaultdict(list)
     for page in pages:
         for labels, value in page.matching(f"{_REPLICA}{name}", pool=pool):
-            known.setdefault(labels.get("replica", ""), []).append(value)
+            known[labels.get("replica", "")].append(value)
     return [_mean(values) for values in known.values()]
 
 

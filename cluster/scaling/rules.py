@@ -7,41 +7,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from contract import toml_table
 from contract.errors import InvalidArgument
+from contract.toml_table import Amount, Table
 
 _LOG = logging.getLogger(__name__)
 _Replicas = Annotated[int, Field(ge=0, le=10_000)]
 _Step = Annotated[int, Field(ge=1, le=10_000)]
 _Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 _Part = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Class = Annotated[int, BeforeValidator(lambda key: int(key) if str(key).isdecimal() else key), Field(ge=0, le=9)]
 _Wait = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 
 
-class PoolRules(BaseModel):
+class PoolRules(Table):
     """How one pool is scaled.
 
-    min_replicas, max_replicas: bounds; with 0 as minimum the pool may be scaled to zero.
-    warm_replicas: ready beyond what the load needs, also without any; a pool that has some is not scaled to zero.
+    min_replicas: with 0 the pool may be scaled to zero. warm_replicas: ready beyond what the load needs, also without.
     least_headroom: capacity beyond the load, as a part of it; with less, replicas are added.
     most_headroom: with one replica less and still so much, one is removed; what is added leaves so much.
     up_cooldown_s: between two additions. down_cooldown_s: a removal needs so long without more load and without change.
-    step_up, step_down: replicas added or removed at once.
-    zero_after_s: without any work before the last replica is removed; down_cooldown_s holds too.
+    step_up, step_down: replicas added or removed at once. zero_after_s: without any work before the last one goes.
     start_s: from the order of a replica until it is ready, as long as no start was measured.
     slow_start_s: from then on until it gets its full share; TRIDENT_GATEWAY_SLOW_START_S.
     tokens_per_s: of one replica with all slots taken, as long as none was measured; 0: unknown.
     wait_s: seconds in which the queued work of a class is to be worked off, beyond the time that a new replica takes;
         a class that is not listed has those of the next more urgent one that is.
-    time_of_day: whether the load of earlier days at this time is expected again.
     replica_hour, cost_per_hour: price of one replica, and what all of them may cost, in one currency; 0: no ceiling.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     min_replicas: _Replicas = 1
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
     warm_replicas: _Replicas = 0
@@ -54,11 +50,11 @@ class PoolRules(BaseModel):
     zero_after_s: _Seconds = 900.0
     start_s: _Seconds = 60.0
     slow_start_s: _Seconds = 30.0
-    tokens_per_s: _Amount = 0.0
+    tokens_per_s: Amount = 0.0
     wait_s: Mapping[_Class, _Wait] = {0: 2.0, 1: 10.0, 5: 60.0, 9: 600.0}
     time_of_day: bool = True
-    replica_hour: _Amount = 0.0
-    cost_per_hour: _Amount = 0.0
+    replica_hour: Amount = 0.0
+    cost_per_hour: Amount = 0.0
 
     @property
     def ceiling(self) -> int:
@@ -83,19 +79,14 @@ class PoolRules(BaseModel):
         if self.min_replicas > self.max_replicas:
             raise ValueError(f"min_replicas: must be at most max_replicas, got {self.min_replicas}")
         if max(self.min_replicas, 1) > self.ceiling:
-            raise ValueError(
-                f"cost_per_hour: must pay for min_replicas and for one replica at least, got {self.cost_per_hour:g}"
-            )
+            allowed = "must pay for min_replicas and for one replica at least"
+            raise ValueError(f"cost_per_hour: {allowed}, got {self.cost_per_hour:g}")
         return self
 
 
-class Rules(BaseModel):
-    """The rules of all pools.
+class Rules(Table):
+    """The rules of all pools. defaults: of pools without a table, and of fields that a table leaves out."""
 
-    defaults: of pools without a table of their own, and of fields that a table does not name.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     defaults: PoolRules = PoolRules()
     pools: Mapping[str, PoolRules] = {}
 
@@ -103,9 +94,7 @@ class Rules(BaseModel):
     @classmethod
     def _full(cls, table: Any) -> Any:
         """Give every pool what it does not name from the defaults."""
-        if not isinstance(table, dict):
-            return table
-        pools, defaults = (table.get(name, {}) for name in ("pools", "defaults"))
+        pools, defaults = (table.get(name, {}) if isinstance(table, dict) else None for name in ("pools", "defaults"))
         if not (isinstance(pools, dict) and isinstance(defaults, dict)):
             return table
         full = {name: {**defaults, **own} if isinstance(own, dict) else own for name, own in pools.items()}
@@ -116,18 +105,12 @@ class Rules(BaseModel):
 
 
 def read(path: str) -> Rules:
-    """Read the file: [defaults], and [pools.NAME] for each pool. "" for the defaults alone.
-
-    Raises InvalidArgument that names the file, the field and what is allowed.
-    """
+    """Read the file; "" for the defaults alone. Raises InvalidArgument."""
     return toml_table.checked(Rules, toml_table.read(path) if path else {}, path)
 
 
 class RulesFile:
-    """The rules of a file, read again when it has changed; a file that is wrong leaves them as they were.
-
-    Raises InvalidArgument if it is wrong at first.
-    """
+    """The rules of a file, read again when it has changed; one that is wrong then leaves them as they were."""
 
     def __init__(self, path: str) -> None:
         self._path = path

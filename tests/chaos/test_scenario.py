@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos import scenario
-from chaos.faults import KINDS
+from chaos.scenario import KINDS
+from contract import failpoint
 from contract.errors import InvalidArgument
 
 
@@ -77,3 +78,13 @@ def test_faults_are_in_the_order_of_their_moments(tmp_path):
     path.write_bytes(b"\xff")
     with pytest.raises(InvalidArgument, match="SCENARIO: must be text in UTF-8"):
         scenario.read(path)
+
+
+def test_every_kind_has_what_it_is_done_with():
+    for name, kind in KINDS.items():
+        action, _, what = name.partition(".")
+        assert kind.targets and action in ("kill", "stop", "envoy", "fail"), name
+        assert (kind.for_s is None) == (action == "kill" or name == "envoy.reset"), name
+        assert action != "fail" or what in failpoint.POINTS, name
+        assert (action == "envoy") == (kind.needs == "envoy"), name
+    assert {f"fail.{point}" for point in failpoint.POINTS} <= KINDS.keys()

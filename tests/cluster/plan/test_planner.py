@@ -145,8 +145,8 @@ def test_what_binds_is_named(slo, change, binds):
 def test_the_objective_that_gives_way_first_binds():
     """A third more than the operating point misses the other one, too."""
     replica, mix = dataclasses.replace(REPLICA, slots=64, kv_tokens=10**6), load(classes=[one_class(*LONG)])
-    count = planner._count(replica, mix, "")
-    most = planner._capacity(replica, mix, "", count)
+    count = planner._count(replica, mix)
+    most = planner._capacity(replica, mix, count)
     at, above = (planner._simulated(replica, mix, part * most, count) for part in (0.5, 0.6))
     for slo, binds in (
         (Slo(itl_s=above.itl_p95_s, e2e_s=at.e2e_p95_s), "e2e_s"),

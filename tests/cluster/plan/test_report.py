@@ -1,4 +1,4 @@
-"""Tables and plots of a plan: see test_command_line.py for the whole."""
+"""Tables and plots of a plan: see tests/cluster/test_main.py for the whole."""
 
 from __future__ import annotations
 

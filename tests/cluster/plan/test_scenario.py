@@ -89,7 +89,7 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
         (classes(requests_per_s=[True] * 24), "pools.main.classes.0.requests_per_s.0", "number, got True"),
         (table(estimate=ESTIMATE | {"max_batch_size": 100_000}), "pools.main.estimate.max_batch_size", "to 2048, got"),
         (table(min_replicas=True), "pools.main.min_replicas", "integer, got True"),
-        (table(classes={"name": "chat"}), "pools.main.classes", "must be a list of tables, got {"),
+        (table(classes={"name": "chat"}), "pools.main.classes", "must be a list, got {"),
         (
             table(price={"spot": 1.0, "spot_share": 0.5}),
             "pools.main.price.on_demand",

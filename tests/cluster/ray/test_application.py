@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from cluster.ray import application
-from cluster.ray.application import checked, configuration, engine_of, options
+from cluster.ray.application import checked, configuration, options
 from cluster.ray.policy import TokensPolicy
 from cluster.ray.replica import TritonReplica
+from contract import manifest as manifests
 from contract.errors import InvalidArgument, NotFound
 from tests.fakes.manifests import manifest
 
@@ -58,7 +59,7 @@ def test_a_wrong_argument_is_refused_by_name(change, problem):
 
 def test_an_engine_that_is_not_there_is_refused_before_any_replica_starts(tmp_path):
     with pytest.raises(NotFound, match="there is no engine"):
-        engine_of(checked({**ARGUMENTS, "environ": {"TRIDENT_ENGINES_DIR": str(tmp_path)}}))
+        manifests.load(checked({**ARGUMENTS, "environ": {"TRIDENT_ENGINES_DIR": str(tmp_path)}}).folder)
 
 
 def test_the_file_for_a_cluster_names_what_is_there():

@@ -36,17 +36,10 @@ def test_a_fleet_that_does_not_run_cannot_be_changed(tmp_path):
             fleet.change(tmp_path, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["grow"], "{fleet,change,scale,keda,plan}"),
-        (["--min", "1", "scale"], "scale must be the first argument"),
-    ],
-)
-def test_a_verb_that_is_none_is_refused_with_all_that_there_are(arguments, told, capsys):
+def test_a_verb_that_is_none_is_refused_with_all_that_there_are(capsys):
     with pytest.raises(SystemExit):
-        command.main(arguments)
-    assert told in capsys.readouterr().err
+        command.main(["grow"])
+    assert "{fleet,change,scale,keda,plan}" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_missing_where_there_is_no_ray(monkeypatch, capsys):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.ray import policy as policies
 from cluster.ray.policy import TokensPolicy
 from contract.errors import InvalidArgument
 from tests.cluster.scaling.test_reader import page
@@ -53,8 +54,14 @@ def eventually(policy: TokensPolicy, target: int, wanted: int) -> dict:
     raise AssertionError(f"{number} instead of {wanted}")
 
 
-def test_it_wants_what_the_law_says_and_its_state_is_json(served):
-    policy = TokensPolicy([served.url], pool="main", interval_s=600)
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(policies, "INTERVAL_S", 0.01)
+
+
+def test_it_wants_what_the_law_says_and_its_state_is_json(served, monkeypatch):
+    monkeypatch.setattr(policies, "INTERVAL_S", 600)
+    policy = TokensPolicy([served.url], pool="main")
     state = eventually(policy, 1, 9)
     assert json.loads(json.dumps(state)) == state
     served.text = ""
@@ -66,14 +73,14 @@ def test_it_wants_what_the_law_says_and_its_state_is_json(served):
 
 def test_while_nothing_can_be_read_it_holds(served):
     served.text = ""
-    policy = TokensPolicy([served.url], pool="main", interval_s=0.01)
+    policy = TokensPolicy([served.url], pool="main")
     for state in ({}, {"trident": "nonsense"}, {"trident": {"wanted": 99}}):
         assert policy(context(4, state))[0] == 4
         time.sleep(0.03)
 
 
 def test_it_never_raises(caplog):
-    policy = TokensPolicy(["http://127.0.0.1:1/metrics"], interval_s=10)
+    policy = TokensPolicy(["http://127.0.0.1:1/metrics"])
     for _ in range(3):
         wanted, state = policy(SimpleNamespace(target_num_replicas="many", policy_state=None))
         assert wanted == "many" and state == {}
@@ -83,7 +90,7 @@ def test_it_never_raises(caplog):
 def test_a_changed_file_holds_without_a_new_policy(served, tmp_path):
     path = tmp_path / "scaling.toml"
     path.write_text("[pools.main]\nmax_replicas = 3\n")
-    policy = TokensPolicy([served.url], "main", str(path), interval_s=0.01)
+    policy = TokensPolicy([served.url], "main", str(path))
     eventually(policy, 1, 3)
     path.write_text("[pools.main]\nmax_replicas = 5 # more\n")
     eventually(policy, 1, 5)
@@ -91,7 +98,7 @@ def test_a_changed_file_holds_without_a_new_policy(served, tmp_path):
 
 def test_the_reading_ends_with_the_policy(served):
     before = set(threading.enumerate())
-    policy = TokensPolicy([served.url], interval_s=0.01)
+    policy = TokensPolicy([served.url])
     [reading] = [one for one in set(threading.enumerate()) - before if one.name == "scaling-reader"]
     del policy
     reading.join(60)

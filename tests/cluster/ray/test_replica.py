@@ -40,7 +40,7 @@ def python(tmp_path) -> str:
 
 def start(tmp_path: Path, python: str, orphan_s: float = 0.2, **environ: str) -> TritonReplica:
     variables = {"TRIDENT_STATE_DIR": str(tmp_path), "TRIDENT_HOST": "127.0.0.1", **environ}
-    return TritonReplica(str(tmp_path), python, "demo", variables, orphan_s, "one")
+    return TritonReplica(str(tmp_path), python, "demo", variables, orphan_s)
 
 
 def ended(tmp_path: Path, patience_s: float = 20.0) -> bool:

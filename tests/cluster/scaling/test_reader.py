@@ -1,18 +1,22 @@
-"""Pages of real gateways, added up; pages that are late, wrong or gone."""
+"""Pages of real gateways, added up; pages that are late, wrong or gone; gateways that are told what was decided."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from cluster.scaling.law import Decision
 from cluster.scaling.reader import MAX_BYTES, Reader
 from contract.errors import InvalidArgument
+from tests.gateway.running import gateway
 
 PAGE = """\
 # HELP trident_gateway_pool_ready 1
@@ -230,3 +234,56 @@ def test_wrong_addresses_are_named(url: str):
 def test_no_address_is_no_reader():
     with pytest.raises(InvalidArgument, match="must name one metrics page at least"):
         Reader([" "])
+
+
+DECISION = Decision(3, "load", "1,840 tokens/s are expected: 3 replicas", 1, 1840.0, 1840.0, 700.0)
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef\n")
+    return path
+
+
+def telling(consoles: str, token: Path) -> Reader:
+    return Reader(["http://127.0.0.1:9"], consoles=consoles, token_file=token)
+
+
+async def shown(base_url: str) -> list[dict]:
+    async with aiohttp.ClientSession(headers={"authorization": "Bearer 0123456789abcdef"}) as session:
+        async with session.get(f"{base_url}/admin/events") as answer:
+            event = await answer.content.readuntil(b"\n\n")
+    return json.loads(event.removeprefix(b"data: "))["scaling"]
+
+
+async def test_gateways_show_what_was_decided_once(token):
+    async with gateway(admin_token_file=token, replicas="registered") as running, aiohttp.ClientSession() as http:
+        for where in (f"127.0.0.1:9,127.0.0.1:{running.port}", f"dns:///localhost:{running.port}"):
+            told = telling(where, token)
+            await told.tell(http)
+            told.decisions["main"] = DECISION
+            await told.tell(http)
+            await told.tell(http)
+        [entry] = await shown(running.base_url)
+        assert (entry["pool"], entry["replicas"], entry["reason"]) == ("main", 3, DECISION.reason)
+
+
+async def test_a_gateway_that_is_away_or_refuses_is_logged_once(token, caplog):
+    async with gateway(admin_token_file=token, replicas="registered") as running, aiohttp.ClientSession() as http:
+        away, refusing = telling("127.0.0.1:9", token), telling(f"127.0.0.1:{running.port}", token.with_name("other"))
+        for reader in (away, refusing):
+            reader.decisions["main"] = DECISION
+            await reader.tell(http)
+            await reader.tell(http)
+        assert [record.getMessage()[:39] for record in caplog.records] == [
+            "decisions cannot be told to the gateway"
+        ] * 2
+        token.with_name("other").write_text("another-token-0123")
+        await refusing.tell(http)
+        assert await shown(running.base_url) == []
+
+
+def test_addresses_are_checked_when_it_is_made(token):
+    with pytest.raises(InvalidArgument, match="consoles: must be HOST:PORT,HOST:PORT or dns:///NAME:PORT, got"):
+        telling("http://127.0.0.1:9000", token)
