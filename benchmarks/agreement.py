@@ -2,10 +2,8 @@
 
 perf_analyzer and ours load the ensemble over gRPC, AIPerf and ours the gateway over HTTP, with prompts of equal length
 that the server has not seen. A figure agrees if the clients' medians differ by no more than their own rounds do.
-
 Clients run on the last core and a server that is started here on the others: AIPerf takes fifty times our generator's
-CPU, and a server on the same cores is slower beside it. With one core, or a server that runs already, they share cores;
-the table tells how much CPU the clients took.
+CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks import aiperf, figures, machine, peer_servers, perf_analyzer, report
+from benchmarks import figures, machine, other_clients, peer_servers, report
 from benchmarks.arrivals import Arrival, Trace
 from benchmarks.driver import Extent, LoadResult, drive
 from benchmarks.lengths import Fixed
@@ -30,6 +28,7 @@ from benchmarks.prompts import Prompts, PromptSource
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget, Target
 from benchmarks.workload import Workload
+from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 T = TypeVar("T")
@@ -77,18 +76,19 @@ class Comparison:
 
     def noise(self, name: str) -> float:
         """Return by how much the rounds of either client differ."""
-        return max(figures.noise(values) for values in (self.ours[name], self.theirs[name]))
+        return max(figures.noise(self.ours[name]), figures.noise(self.theirs[name]))
 
     def apart(self, name: str) -> float:
         """Return by which factor their medians differ, less 1."""
         return max(ratio := self.ratio(name), 1 / ratio) - 1
 
+    @property
+    def compared(self) -> list[str]:
+        return [name for name in self.theirs if name != CPU]
+
     def goals(self) -> list[report.Goal]:
-        names = [name for name in self.theirs if name != CPU]
-        return [
-            report.at_most(f"{self.client}, {self.load}: {name} apart", self.apart(name), self.noise(name))
-            for name in names
-        ]
+        about = f"{self.client}, {self.load}"
+        return [report.at_most(f"{about}: {name} apart", self.apart(name), self.noise(name)) for name in self.compared]
 
 
 def ours(target: Target, prompts: PromptSource, workload: Workload, requests: int) -> Found:
@@ -98,23 +98,21 @@ def ours(target: Target, prompts: PromptSource, workload: Workload, requests: in
         async with target:
             return await drive(workload, target, prompts, Extent(None, 0.0, requests))
 
-    records = (result := asyncio.run(send())).records
-    if failed := [record.error for record in records if not record.ok]:
-        raise EngineFailed(f"{len(failed)} requests failed, the first with {failed[0]}")
+    records = (result := asyncio.run(send())).answered()
     window = min(record.intended_s for record in records), max(record.ended_s for record in records)
     found = figures.compute(records, window)
     values = {"requests/s": found.requests_per_s, "tokens/s": found.output_tokens_per_s}
     values |= {f"{name} p50, ms": 1e3 * of.p50 for name, of in (("TTFT", found.ttft_s), ("latency", found.latency_s))}
     # As AIPerf has it: of a request, not of a token.
     itl = figures.spread([(record.ended_s - (record.first_s or 0.0)) / max(1, record.tokens - 1) for record in records])
-    return values | {"ITL p50, ms": 1e3 * itl.p50, CPU: sum(use.cpu_s for use in result.generators)}
+    return values | {"ITL p50, ms": 1e3 * itl.p50, CPU: result.client_cpu_s}
 
 
 def run(
     clients: Sequence[str],
     engine: str,
     url: str,
-    streams: Sequence[int],
+    streams: Sequence[int] | None,
     rates: Sequence[float],
     requests: int,
     rounds: int,
@@ -128,14 +126,14 @@ def run(
     streams, rates: loads; no streams: those of STREAMS.
     unary: answers that are not streamed, which AIPerf is not asked for.
     """
-    if unknown := set(clients) - STREAMS.keys():
-        raise InvalidArgument("only", f"must be of {', '.join(STREAMS)}, got {min(unknown)!r}")
     if url:
         reached = AIPERF if url.startswith("http") else PERF_ANALYZER
         if reached not in clients:
             allowed = f"must be HOST:PORT for {PERF_ANALYZER}, http://HOST:PORT for {AIPERF}"
             raise InvalidArgument("url", f"{allowed}, got {url!r} for {', '.join(clients)}")
         clients = [reached]
+    else:
+        manifest.load(ENGINES / engine)  # raises where there is none
     conditions, skipped = machine.described(), dict[str, str]()
     found: list[Comparison] = []
     print(report.on(conditions), flush=True)
@@ -145,9 +143,9 @@ def run(
         ours(target(), prompts, Offered(1).workload(WARMUP, not unary, 0), WARMUP)
         loads = [*map(Offered, streams or STREAMS[tool.name]), *(Offered(per_s=rate) for rate in rates)]
         for load in loads:
-            options = (
-                [tool.rate, f"{load.per_s:g}", *tool.evenly] if load.per_s else [tool.concurrency, f"{load.streams}"]
-            )
+            options = [tool.concurrency, f"{load.streams}"]
+            if load.per_s:
+                options = [tool.rate, f"{load.per_s:g}", *tool.evenly]
             count, one = max(requests, 2 * (load.streams or 1)), Comparison(tool.name, str(load))
             found.append(one)
             for n in range(rounds):
@@ -173,22 +171,22 @@ def run(
     def by_perf_analyzer(stack: ExitStack) -> None:
         server = url or started(stack, running_server(engine)).url
         target = partial(EnsembleTarget, server, timings=False, model="ensemble")
-        compare(target, perf_analyzer.tool(server, prompts, not unary))
+        compare(target, other_clients.perf_analyzer(server, prompts, not unary))
 
     def by_aiperf(stack: ExitStack) -> None:
         if unary:
             raise NotFound("it is compared on streams only")
         gateway = url or started(stack, peer_servers.gateway(engine))
         target = partial(OpenAITarget, gateway, engine, peer_servers.WITH_USAGE)
-        compare(target, aiperf.tool(gateway, engine, ENGINES / engine))
+        compare(target, other_clients.aiperf(gateway, engine, ENGINES / engine))
 
     def keep() -> None:
         """Write what was measured so far: a run that is cut off has kept it."""
         whole = [one for one in found if one.theirs]
         table = {"conditions": conditions, "comparisons": [asdict(one) for one in whole], "compared": compared(whole)}
         goals = [goal for one in whole for goal in one.goals()]
-        notes = [f"skipped: {client}: {reason}" for client, reason in skipped.items()]
-        report.write_json(table | {"goals": goals, "notes": notes + shares(whole)}, out, "clients")
+        notes = [f"skipped: {client}: {reason}" for client, reason in skipped.items()] + [*map(share, whole)]
+        report.write_json(table | {"goals": goals, "notes": notes}, out, "clients")
 
     for client, measure in ((PERF_ANALYZER, by_perf_analyzer), (AIPERF, by_aiperf)):
         if client not in clients:
@@ -209,26 +207,23 @@ def described(found: Sequence[Comparison]) -> str:
         for name in one.theirs:
             medians = (f"{statistics.median(of[name]):.1f}" for of in (one.ours, one.theirs))
             agree = "" if name == CPU else "yes" if one.apart(name) <= one.noise(name) else "NO"
-            verdict = f"{one.ratio(name):.3f}", f"{one.noise(name):.0%}", agree
-            rows.append((f"{one.client}, {one.load}: {name}", *medians, *verdict))
+            about = f"{one.client}, {one.load}: {name}"
+            rows.append((about, *medians, f"{one.ratio(name):.3f}", f"{one.noise(name):.0%}", agree))
     header = ("client, load: figure", "ours", "theirs", "theirs/ours", "noise", "agree within noise")
     return report.table(rows, header)
 
 
-def shares(found: Sequence[Comparison]) -> list[str]:
+def share(of: Comparison) -> str:
     """Say what CPU the clients took."""
-    medians = [(one, statistics.median(one.ours[CPU]), statistics.median(one.theirs[CPU])) for one in found]
-    return [
-        f"{one.client}, {one.load}: {theirs:.1f} s of CPU, its start included; ours {ours:.1f}"
-        for one, ours, theirs in medians
-    ]
+    ours, theirs = statistics.median(of.ours[CPU]), statistics.median(of.theirs[CPU])
+    return f"{of.client}, {of.load}: {theirs:.1f} s of CPU, its start included; ours {ours:.1f}"
 
 
 def compared(found: Sequence[Comparison]) -> dict[str, dict[str, object]]:
     """Return how far the clients are apart, by figure, for ``benchmarks.suite``."""
     apart: dict[str, list[float]] = {}
     for one in found:
-        for name in (name for name in one.theirs if name != CPU):
+        for name in one.compared:
             pairs = [theirs / mine for theirs, mine in zip(one.theirs[name], one.ours[name], strict=True)]
             label = f"clients apart, factor: {one.client}, {name.removesuffix(', ms')}, {one.load}"
             apart[label] = [max(ratio, 1 / ratio) for ratio in pairs]

@@ -1,7 +1,4 @@
-"""Arrival processes of an open loop: Poisson, bursty, ramp, phases, or a recorded trace.
-
-Instants are seconds after the start, in order, below ``duration_s``; equal seeds give equal instants.
-"""
+"""Arrival processes of an open loop: Poisson, bursty, ramp, phases, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +31,7 @@ class Arrival:
 
 class Arrivals(Protocol):
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
-        """Yield the arrivals below ``duration_s``, in order."""
+        """Yield the arrivals below ``duration_s`` after the start, in order."""
 
     def expected(self, duration_s: float) -> float:
         """Return the mean number of those arrivals, or an upper bound of it."""
@@ -59,20 +57,13 @@ class Poisson:
 
 
 @dataclass(frozen=True)
-class Bursty:
-    """Bursts arrive as a Poisson process; its requests are simultaneous, geometrically many (mean ``burst_size``).
+class Bursty(Poisson):
+    """Bursts arrive as a Poisson process; its requests are simultaneous, geometrically many (mean ``burst_size``)."""
 
-    The mean rate of requests is ``rate_per_s``; the variance of their number is 2 · burst_size - 1 times Poisson's.
-    """
-
-    rate_per_s: float
     burst_size: float
 
     def __str__(self) -> str:
         return f"bursts of {self.burst_size:g}, {self.rate_per_s:g} requests/s"
-
-    def expected(self, duration_s: float) -> float:
-        return self.rate_per_s * duration_s
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for burst in Poisson(self.rate_per_s / self.burst_size).instants(rng, duration_s):
@@ -97,19 +88,14 @@ class Ramp:
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         slope = (self.last_per_s - self.first_per_s) / duration_s
-        expected = 0.0  # integral of the rate: first * t + slope * t² / 2, solved for t
-        while True:
-            expected += rng.expovariate(1.0)
-            if abs(slope) < 1e-12:
-                at_s = expected / self.first_per_s
-            else:
-                root = self.first_per_s**2 + 2 * slope * expected
-                if root < 0:  # the rate reached 0 before another request was due
-                    return
-                at_s = (math.sqrt(root) - self.first_per_s) / slope
+        expected = rng.expovariate(1.0)  # integral of the rate: first * t + slope * t² / 2
+        # Below 0 the rate reaches 0 before another request is due.
+        while (root := self.first_per_s**2 + 2 * slope * expected) >= 0:
+            at_s = 2 * expected / (self.first_per_s + math.sqrt(root))
             if at_s >= duration_s:
                 return
             yield Arrival(at_s)
+            expected += rng.expovariate(1.0)
 
 
 @dataclass(frozen=True)
@@ -156,11 +142,8 @@ def parse(text: str) -> Arrivals:
     kind, _, rest = text.partition(":")
     parts = rest.split(",")
     if kind == "trace" and rest:
-        speed = 1.0
-        if len(parts) > 1:
-            *names, last = parts
-            speed, rest = _positive(last, text), ",".join(names)
-        return read_trace(Path(rest), speed)
+        path, comma, speed = rest.rpartition(",")
+        return read_trace(Path(path), _positive(speed, text)) if comma else read_trace(Path(rest))
     if kind == "poisson" and len(parts) == 1:
         return Poisson(_positive(rest, text))
     if kind == "bursty" and len(parts) == 2:
@@ -176,10 +159,8 @@ def parse(text: str) -> Arrivals:
 
 
 def read_trace(path: Path, speed: float = 1.0) -> Trace:
-    """Read JSON lines, or CSV with a header: at_s and optionally input_tokens, output_tokens.
-
-    Raises InvalidArgument for ``arrivals``.
-    """
+    """Read JSON lines, or CSV with a header: at_s and optionally input_tokens, output_tokens. Raises InvalidArgument
+    for ``arrivals``."""
     text, rows = lengths.read_text(path, "arrivals"), []
     try:
         if path.suffix == ".csv":
@@ -200,8 +181,7 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
 
 
 def _whole(table: dict, name: str) -> int | None:
-    value = table.get(name)
-    if value in (None, ""):
+    if (value := table.get(name)) in (None, ""):
         return None
     if float(value) != int(value) or not 1 <= int(value) <= lengths.MOST:
         raise ValueError(f"{name} is {value}")
@@ -209,10 +189,7 @@ def _whole(table: dict, name: str) -> int | None:
 
 
 def _positive(text: str, whole: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MOST:
-        raise InvalidArgument("arrivals", f"must be {FORMS} with numbers above 0 and up to {MOST:g}, got {whole!r}")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= MOST:
+            return value
+    raise InvalidArgument("arrivals", f"must be {FORMS} with numbers above 0 and up to {MOST:g}, got {whole!r}")

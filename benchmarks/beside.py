@@ -1,7 +1,6 @@
 """What a request and its messages take of the machine beside the engine: CPU of server, client and gateway.
 
-A calibrated step holds what is done for its messages while streams run. Requests that come, and a gateway on the same
-machine, take more; planner and simulator add it from these figures.
+A calibrated step holds what is done for its messages while streams run; planner and simulator add the rest from here.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ STREAMS = (1, 4), (2, 3), (8, 3), (32, 2)  # at once, and how often: clocks tick
 
 @dataclass
 class Costs:
-    """Of one way to the replica.
+    """Of one way to the replica. ttft_s: of requests alone.
 
     rows: of each measurement the requests, the times that tokens were sent, the messages, the steps, and CPU seconds.
-    ttft_s: of requests alone.
     """
 
     rows: list[tuple[float, ...]] = field(default_factory=list)
@@ -52,8 +50,7 @@ class Costs:
         longest: int,
         slots: int,
     ) -> None:
-        """Add a round. used_s: returns the CPU seconds so far. longest: tokens of a prompt and of an answer.
-        slots: streams at most."""
+        """Add a round. used_s: returns CPU seconds. longest: tokens of a prompt, an answer. slots: streams at most."""
 
         def drawn(tokens: int) -> PlannedRequest:
             return PlannedRequest(rng.getrandbits(31), prompts.text(rng, longest), tokens)
@@ -77,10 +74,8 @@ class Costs:
                 self.ttft_s += [record.ttft_from_send_s or 0.0 for record in records]
 
     def solved(self) -> list[float]:
-        """Return the CPU seconds of a request, of a time that tokens are sent, of a message.
-
-        What a step takes, sent or not, is told apart from these and left out: measured steps hold it.
-        """
+        """Return the CPU seconds of a request, of a time that tokens are sent, of a message; not those of a step, which
+        measured steps hold."""
         known = np.array(self.rows)
         relative = known / known[:, 4:]
         for columns in ([0, 1, 2, 3], [0, 2, 3], [0, 1, 2], [0, 2], [0]):  # the first without a negative part
@@ -99,10 +94,7 @@ def serving_cpu(server: ServerUnderTest) -> Callable[[], float] | None:
 
 def measured(server: ServerUnderTest, prompts: PromptSource, max_seq_len: int, slots: int) -> dict[str, float]:
     """Return what ``step_model.BESIDE`` names but response_cpu_s, of a replica on this machine, with a gateway in front
-    of it; nothing of another.
-
-    Raises TridentError.
-    """
+    of it; nothing of another. Raises TridentError."""
     if (serving_s := serving_cpu(server)) is None:
         return {}
     progress.show("CPU of requests and messages, with and without a gateway")

@@ -1,7 +1,9 @@
 """Measure how long an engine's steps take on a running replica, and write the model of it beside the manifest.
 
-The trials are those of a designed experiment (step_trials.py). What was measured is kept until the model is written: a
-run that was interrupted goes on.
+The trials are those of step_trials.py. What was measured is kept until the model is written: a later run goes on. A few
+trials tell later how fast the machine is: one that is shared becomes slower or faster by a quarter within an hour, and
+forecasts by the model are as far off. Measurements within four minutes have a standard deviation of 7 %, so those who
+compare forecasts measure at several times and take the geometric mean.
 """
 
 from __future__ import annotations
@@ -11,22 +13,28 @@ import statistics
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import beside, figures, report, scrape, service_load, speed
+from benchmarks import beside, figures, report, scrape, service_load
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
-from benchmarks.step_trials import Experiment, Outcome, Trial, check_serves, design, reference
+from benchmarks.step_trials import Experiment, Outcome, by_trial, check_serves, design, reference
 from benchmarks.target import EnsembleTarget
 from contract import manifest as manifests
 from contract import step_model
-from contract.errors import InvalidArgument
+from contract.errors import EngineFailed, InvalidArgument
+from contract.manifest import EngineManifest
 from contract.step_model import StepModel
 
 POINTS = "step_model.points.jsonl"
 LEAST_SEQ_LEN = 64
+# Of the reference trials, and of one measurement at most. The first round is slower: an engine meets these lengths for
+# the first time; once it has, one will do.
+ROUNDS, MOST_S = 3, 120.0
 
 
 def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
@@ -35,10 +43,8 @@ def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
     key: manifest_sha256, machine and ``step_model.BESIDE``. Raises InvalidArgument.
     """
     beside_s = StepModel(**key, source=step_model.MEASURED, made="", step_s=1.0, sequence_s=0.0, prefill_token_s=0.0)
-    by_trial: dict[Trial, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_trial.setdefault(outcome.trial, []).append(outcome)
-    middle = [sorted(of, key=lambda one: one.point.seconds)[(len(of) - 1) // 2] for of in by_trial.values()]
+    groups = by_trial(outcomes).values()
+    middle = [sorted(of, key=lambda one: one.point.seconds)[(len(of) - 1) // 2] for of in groups]
     sent_s = [one.sent * beside_s.sent_s(one.point.sequences) for one in middle]
     terms, _, _ = step_model.fit([one.point for one in middle], sent_s)
     requests_s = [outcome.request_s for outcome in outcomes if outcome.request_s is not None]
@@ -52,7 +58,7 @@ def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
         "points": len(outcomes),
     }
     model = StepModel(**told)
-    errors = sorted(error_percent(model, outcome) for outcome in outcomes)
+    errors = sorted(100 * abs(_seconds(model, one) / one.point.seconds - 1) for one in outcomes)
     p50, p95 = (errors[round(part * (len(errors) - 1))] for part in (0.5, 0.95))
     return StepModel(**told, error_p50_percent=p50, error_p95_percent=p95)
 
@@ -60,16 +66,10 @@ def fitted(outcomes: list[Outcome], key: dict[str, Any]) -> StepModel:
 def compared(outcomes: Sequence[Outcome]) -> dict[str, dict[str, object]]:
     """Return what a step takes in each trial, by figure, for ``benchmarks.suite``."""
     found: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        trial = outcome.trial
+    for trial, of in by_trial(outcomes).items():
         label = f"a step, ms: {trial.sequences} sequences, prompts of {trial.prompt}, {trial.prefill} read beside them"
-        label += ", drafted for" * trial.drafted
-        found.setdefault(label, []).append(1e3 * outcome.point.seconds)
+        found[label + ", drafted for" * trial.drafted] = [1e3 * outcome.point.seconds for outcome in of]
     return figures.compared(figures.LOWER, found)
-
-
-def error_percent(model: StepModel, outcome: Outcome) -> float:
-    return 100 * abs(_seconds(model, outcome) / outcome.point.seconds - 1)
 
 
 def _seconds(model: StepModel, outcome: Outcome) -> float:
@@ -97,17 +97,13 @@ def described(model: StepModel, outcomes: list[Outcome]) -> str:
     )
 
 
-def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None, machine: str | None = None) -> int:
+def run(server: ServerUnderTest, rounds: int, seconds: float, machine: str | None, out: Path | None) -> int:
     """Calibrate the engine of a replica: print the points and the model, write step_model.json, and with ``out`` what
-    each trial took to calibrate.json.
+    each trial took to calibrate.json. Returns 0, or 3 if the time was over before every trial was measured.
 
-    machine: of the replica; None: this one.
-    Returns 0, or 3 if the time was over before every trial was measured.
-    Raises TridentError.
+    machine: of the replica; None: this one. Raises TridentError.
     """
-    folder = server.engine_folder
-    if folder is None:
-        raise InvalidArgument("engine", "must name the replica's engine: --engine, or --tokenizer FOLDER")
+    folder = server.known_engine()
     engine = manifests.load(folder)
     if engine.encoder is not None:
         raise InvalidArgument("engine", f"must generate tokens; {engine.name} is of kind {engine.kind}")
@@ -119,17 +115,14 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None, 
     if engine.draft_tokens and server.metrics_url is None:
         raise InvalidArgument("metrics_url", "must be given: the engine drafts, and its metrics tell what it accepts")
     key = {"manifest_sha256": digest, "machine": machine or step_model.machine_kind()}
-    kept, trials = (out or folder) / POINTS, design(engine)
+    kept, trials, prompts = (out or folder) / POINTS, design(engine), Prompts.for_engine(folder)
 
     async def measured() -> Experiment:
-        target = EnsembleTarget(server.url)
-        try:
-            experiment = Experiment(engine, key, target, Prompts.for_engine(folder), kept)
+        async with EnsembleTarget(server.url) as target:
+            experiment = Experiment(engine, key, target, prompts, kept)
             experiment.drafted = lambda: scrape.drafted(server.metrics_url or "")
             await experiment.run(trials, rounds, time.monotonic() + seconds)
             return experiment
-        finally:
-            await target.close()
 
     experiment = asyncio.run(measured())
     outcomes = experiment.outcomes
@@ -138,21 +131,17 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None, 
     if left := len(set(trials) - experiment.left_out - {outcome.trial for outcome in outcomes}):
         print(f"{seconds:g} s are over, {left} of {len(trials)} trials are left: the same command goes on with them")
         return 3
-    costs = beside.measured(server, Prompts.for_engine(folder), engine.max_seq_len, engine.max_batch_size)
+    costs = beside.measured(server, prompts, engine.max_seq_len, engine.max_batch_size)
     model = fitted(outcomes, key | costs | {"draft_tokens": engine.draft_tokens})
     print(described(model, outcomes))
 
     async def served() -> tuple[list[Record], float]:
-        target, serving_s = EnsembleTarget(server.url), beside.serving_cpu(server) or (lambda: 0.0)
-        try:
-            return await service_load.served(model, engine, target, Prompts.for_engine(folder), serving_s)
-        finally:
-            await target.close()
+        async with EnsembleTarget(server.url) as target:
+            serving_s = beside.serving_cpu(server) or (lambda: 0.0)
+            return await service_load.served(model, engine, target, prompts, serving_s)
 
-    model = service_load.settled(
-        model, lambda: asyncio.run(served()), lambda rounds: speed.reference_s(server, folder, engine, rounds)
-    )
-    trials_s = speed.middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
+    model = service_load.settled(model, lambda: asyncio.run(served()), partial(reference_s, server, folder, engine))
+    trials_s = middle_s([outcome for outcome in outcomes if outcome.trial in reference(engine)])
     if step_model.drifted(ratio := model.reference_s / trials_s):
         print(f"  during the loads steps took {ratio:.2f} times what they took in the trials: calibrate again")
     path = model.save(out or folder)
@@ -160,4 +149,45 @@ def run(server: ServerUnderTest, rounds: int, seconds: float, out: Path | None, 
     print(f"  written: {path}")
     if not costs and machine is None:
         print(f"  no process here serves {server.url}: is it of {model.machine!r}? --machine names another")
+    return 0
+
+
+def reference_s(server: ServerUnderTest, folder: Path, engine: EngineManifest, rounds: int = ROUNDS) -> float:
+    """Return the geometric mean of the steps of the reference trials on a replica, in seconds. Raises TridentError."""
+    trials = reference(engine)
+
+    async def measured(kept: Path) -> list[Outcome]:
+        async with EnsembleTarget(server.url) as target:
+            experiment = Experiment(engine, {}, target, Prompts.for_engine(folder), kept)
+            await experiment.run(trials, rounds, time.monotonic() + MOST_S)
+            return experiment.outcomes
+
+    with TemporaryDirectory() as kept:
+        return middle_s(asyncio.run(measured(Path(kept) / "points.jsonl")))
+
+
+def middle_s(outcomes: list[Outcome]) -> float:
+    """Return the geometric mean of the trials' medians in seconds. Raises EngineFailed: there are none."""
+    if not outcomes:
+        raise EngineFailed(f"no step was measured within {MOST_S:g} s")
+    found = by_trial(outcomes).values()
+    return statistics.geometric_mean(statistics.median(one.point.seconds for one in of) for of in found)
+
+
+def steps_take(server: ServerUnderTest, rounds: int = ROUNDS) -> float:
+    """Return how many times as long as when the engine was calibrated steps take on a replica. Raises InvalidArgument,
+    NotFound: the engine is not known, was not calibrated. TridentError: the replica failed."""
+    folder = server.known_engine()
+    model, engine = step_model.of_engine(folder), manifests.load(folder)
+    if not model.reference_s:
+        raise InvalidArgument("engine", f"must have been measured; the step model of {engine.name} is an estimate")
+    check_serves(server, engine.name, model.manifest_sha256)
+    return reference_s(server, folder, engine, rounds) / model.reference_s
+
+
+def speed(server: ServerUnderTest, out: Path) -> int:
+    """Print ``steps_take``, and write it to speed.json."""
+    ratio = steps_take(server)
+    print(f"  {step_model.described_drift(ratio)}")
+    report.write_json({"steps_take": ratio}, out, "speed")
     return 0

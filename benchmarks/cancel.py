@@ -1,8 +1,7 @@
 """Measure how soon a cancelled request's slot is free, under load.
 
-The engine is full, one more request waits, a running one is cancelled, and the waiting one's first_scheduled_time_ns
-tells when it got the slot. It is an instant on CLOCK_MONOTONIC, which is the client's clock too on one machine, so the
-figure is exact to an engine step.
+The engine is full, one more request waits, a running one is cancelled, and the waiting one's first_scheduled_time_ns,
+which is of the client's clock too on one machine, tells when it got the slot: exact to an engine step.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from clients.wire.token_stream import TokenStream
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 PROMPT = "the people of the great old world"
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "timings": True}
 TIMEOUT_S = 30.0
-_SLOTS = "nv_trt_llm_request_metrics"
+_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 
 
 class RunningStreams:
@@ -38,8 +38,7 @@ class RunningStreams:
         """Start ``count`` streams and wait until all of them generate. Raises TridentError: one of them was refused."""
         events = [asyncio.Event() for _ in range(count)]
         for first in events:
-            options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "timings": True}
-            stream = self._client.generate(PROMPT, max_tokens=self._max_tokens, **options)
+            stream = self._client.generate(PROMPT, max_tokens=self._max_tokens, **GREEDY)
             self.running[stream] = asyncio.create_task(self._read(stream, first))
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), TIMEOUT_S)
         if self._error is not None:
@@ -72,8 +71,7 @@ async def by_next_request(server: ServerUnderTest, slots: int, samples: int, max
             while len(out) < samples:
                 await streams.fill(slots - len(streams.running))
                 # One token, so that its timings are known soon.
-                waiting = client.generate(PROMPT, max_tokens=1, temperature=0.0, ignore_eos=True, timings=True)
-                answer = asyncio.create_task(waiting.complete())
+                answer = asyncio.create_task(client.generate(PROMPT, max_tokens=1, **GREEDY).complete())
                 await asyncio.sleep(0.05)
                 if answer.done() or len(streams.running) < slots:
                     answer.cancel()
@@ -95,17 +93,14 @@ async def by_next_request(server: ServerUnderTest, slots: int, samples: int, max
 
 
 def capacity(server: ServerUnderTest, max_tokens: int) -> int:
-    """Return how many such streams the engine runs at once, limited by its slots or its KV cache.
-
-    Raises InvalidArgument: not even one.
-    """
+    """Return how many such streams the engine runs at once, limited by its slots or its KV cache. Raises
+    InvalidArgument: not even one."""
     if server.metrics_url is None:
         raise InvalidArgument("metrics_url", "must be given: the engine's slots and KV blocks are read there")
     metrics = scrape.fetch(server.metrics_url)
-    name = "nv_trt_llm_kv_cache_block_metrics"
-    slots = round(metrics.value(_SLOTS, request_type="max"))
-    blocks = metrics.value(name, kv_cache_block_type="max")
-    per_block = metrics.value(name, kv_cache_block_type="tokens_per")
+    slots = round(metrics.value("nv_trt_llm_request_metrics", request_type="max"))
+    kinds = ("max", "tokens_per")
+    blocks, per_block = (metrics.value(_BLOCKS, kv_cache_block_type=kind) for kind in kinds)
     if not (slots and blocks and per_block):
         raise EngineFailed(f"{server.metrics_url}: no gauges of slots and KV blocks")
     prompt_tokens = Prompts.for_engine(server.engine_folder).count(PROMPT)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
+import http.client
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from contract.errors import EngineFailed
 from server.child_command import with_parent_death_signal
@@ -35,16 +37,6 @@ async def serve_until_input_closes(port: int) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     await closed.wait()
-
-
-def run(serve: Callable[[int], Coroutine[Any, Any, None]], description: str | None) -> None:
-    """Run ``serve`` at the command line's ``--port`` until it returns."""
-    import uvloop  # not above: parents that only start such processes do not need it
-
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    with suppress(KeyboardInterrupt):
-        uvloop.run(serve(parser.parse_args().port))
 
 
 def spawn(
@@ -71,8 +63,7 @@ def spawn(
 
 def adopt_orphans() -> None:
     """Become the parent of what servers leave behind, so that ``stop`` can wait for it and its CPU counts as ours."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
 
 
 def stop(child: subprocess.Popen[str]) -> None:
@@ -104,6 +95,23 @@ def process(
         yield child
     finally:
         stop(child)
+
+
+def wait_until_answers(url: str, child: subprocess.Popen[str], log: Path, limit_s: float) -> None:
+    """Wait until a process answers a GET. Raises EngineFailed with the end of its log."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s and child.poll() is None:
+        with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.1)
+    raise EngineFailed(f"{child.args!r} does not answer at {url}:\n{log.read_text()[-2000:]}")
+
+
+def last_lines(log: Path) -> str:
+    """Return the last three lines of a log in one, those that tell of an error if there are any; "" if it is empty."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    relevant = [line for line in lines if "error" in line.lower()] or lines
+    return " | ".join(relevant[-3:])[-400:]
 
 
 def first_line(child: subprocess.Popen[str], log: Path) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
@@ -19,7 +19,7 @@ from benchmarks import (
     arrivals,
     calibrate,
     cancel,
-    checkpoint_folder,
+    checkpoint,
     efficiency,
     hops,
     lengths,
@@ -31,7 +31,6 @@ from benchmarks import (
     prefix,
     prompts,
     report,
-    speed,
     start,
     suite,
     textbook_cost,
@@ -45,7 +44,7 @@ from benchmarks.workload import Workload
 from clients.command_line import number
 from clients.terminal import forget_stdout
 from clients.wire.connection import Connection
-from contract import interpreter, manifest
+from contract import interpreter
 from contract.errors import InvalidArgument, NotFound, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -66,12 +65,13 @@ _count = number(int, lambda value: value >= 1, "a whole number from 1")
 _processes = number(int, lambda value: 1 <= value <= 64, "a whole number from 1 to 64")
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+def _many(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
-def _rates(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+def _among(allowed: Iterable[str]) -> Callable[[str], list[str]]:
+    names = list(allowed)
+    return number(lambda text: text.split(","), set(names).issuperset, f"of {', '.join(names)}, separated by commas")
 
 
 def _out(text: str) -> Path:
@@ -85,13 +85,17 @@ def _out(text: str) -> Path:
 
 # type, metavar and help of every option that has a value; commands name those they have, with their defaults.
 _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
-    "also": (str, "URL,…", "servers of the same model that run already: http://HOST:PORT with OpenAI's API"),
+    "also": (
+        lambda text: text.split(",") if text else [],
+        "URL,…",
+        "servers of the same model that run already: http://HOST:PORT with OpenAI's API",
+    ),
     "budget": (_positive, "MIN", "minutes at most; 60, or 5 with --quick, unless set"),
     "cancel_fraction": (float, "F", "share of requests cancelled midway"),
-    "concurrency": (_counts, "N,N,…", "closed loops: requests in flight"),
+    "concurrency": (_many(_count), "N,N,…", "closed loops: requests in flight"),
     "duration": (_positive, "S", f"of a load; run and sweep: {DURATION_S:g} s unless set, a trace is replayed whole"),
     "engine": (str, "NAME", "start a server for engines/NAME and stop it afterwards"),
-    "engines": (str, "NAME,…", "of engines/"),
+    "engines": (_many(str), "NAME,…", "of engines/"),
     "generators": (_processes, "N", "client processes; 1 unless set, more if it saturates"),
     "input": (str, "TOKENS", f"prompts: {lengths.FORMS}"),
     "input_tokens": (_count, "N", "of a long prompt; fewer if the engine takes fewer"),
@@ -105,13 +109,13 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "precision": (
         str,
         "NAME",
-        "of the weights: bf16, int8, or int8_sq (8-bit arithmetic); the demo's are compared in f32",
+        "of the weights: bf16, int8 or int8_sq (8-bit arithmetic); the demo's are compared in f32",
     ),
     "prefix_groups": (int, "N", "prompts share one of N prefixes …"),
     "prefix_tokens": (int, "N", "… of N tokens"),
-    "protocols": (str, "NAME,…", "of slow streams and bursts"),
-    "prompts": (str, "KIND,…", "words: drawn at random; text: passages of docs/"),
-    "rates": (_rates, "R,R,…", "open loops: Poisson, requests per second"),
+    "protocols": (_among(("http", "grpc")), "NAME,…", "of slow streams and bursts"),
+    "prompts": (_among(prompts.KINDS), "KIND,…", "words: drawn at random; text: passages of docs/"),
+    "rates": (_many(_positive), "R,R,…", "open loops: Poisson, requests per second"),
     "requests": (_count, "N", "at most N per load"),
     "rounds": (_count, "N", "rounds of each"),
     "samples": (_count, "N", "cancels"),
@@ -137,15 +141,19 @@ _FLAGS = {
     "quick": "the shorter parts, about five minutes",
     "stop_at_end": "answers may end early, at the model's end token",
     "unary": "no streaming: one response per answer",
+    "without_peers": "the gateway alone",
 }
 
 
 def _add(container: argparse._ActionsContainer, name: str, default: object) -> None:
+    """Add an option. default: a tuple has all that is allowed."""
     flag = f"--{name.replace('_', '-')}"
     if name in _FLAGS:
         container.add_argument(flag, action="store_true", help=_FLAGS[name])
         return
     kind, metavar, about = _OPTIONS[name]
+    if isinstance(default, tuple):
+        kind, default = _among(default), ",".join(default)
     shown = " (default %(default)s)" if default not in (None, "") else ""
     container.add_argument(flag, type=kind, default=default, metavar=metavar, help=about + shown)
 
@@ -188,10 +196,19 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(command=run)
         return added
 
-    def of_engine(name: str, run: Callable[..., int], about: str, **options: object) -> None:
-        """Add a command whose ``run`` takes the engine, these options in order, the rounds and the folder."""
-        options = {"engine": "demo", **options, "rounds": 3}
+    def measures(name: str, run: Callable[..., int], about: str, **options: object) -> None:
+        """Add a command whose ``run`` takes these options in order, and the folder of its results."""
         command(name, lambda a: run(*(getattr(a, of) for of in options), _folder(a, name)), about, **options, out=None)
+
+    def of_server(name: str, run: Callable[..., int], about: str, **options: object) -> None:
+        """Add one whose ``run`` takes the server under test before them."""
+
+        def with_server(arguments: argparse.Namespace) -> int:
+            with _server(arguments) as server:
+                out = arguments.out if name == "calibrate" else _folder(arguments, name)
+                return run(server, *(getattr(arguments, of) for of in options), out)
+
+        command(name, with_server, about, **_SERVER, **options, out=None)
 
     single = command("run", run, "one load: every figure, and self-checks", **_SERVER, **_LOAD)
     either = single.add_mutually_exclusive_group()
@@ -201,117 +218,75 @@ def parser() -> argparse.ArgumentParser:
     either = many.add_mutually_exclusive_group()
     _add(either, "concurrency", "1,2,4,8,16,32")
     _add(either, "rates", None)
-    command(
-        "efficiency",
-        lambda a: efficiency.run(a.engines.split(","), a.rounds, a.concurrency, _folder(a, "efficiency")),
-        "the ensemble beside the engine over gRPC and the engine in process",
-        **{"engines": ",".join(efficiency.ENGINES_MEASURED), "rounds": 3, "concurrency": "1,8,32,64", "out": None},
-    )
+    about = "the ensemble beside the engine over gRPC and the engine in process"
+    measured = ",".join(efficiency.ENGINES_MEASURED)
+    measures("efficiency", efficiency.run, about, engines=measured, rounds=3, concurrency="1,8,32,64")
     about = "CPU per response by process, and the phases of the time to first token"
-    of_engine("hops", hops.run, about, concurrency="1,32", tokens=128)
+    measures("hops", hops.run, about, engine="demo", concurrency="1,32", tokens=128, rounds=3)
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
-    limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "machine": None, "out": None}
-    calibrates = served(lambda server, a: calibrate.run(server, a.rounds, a.seconds, a.out, a.machine))
-    command("calibrate", calibrates, about, **_SERVER, **limits)
-    about = "how many times as long as when it was calibrated an engine's steps take"
-    command("speed", served(lambda server, a: speed.run(server, _folder(a, "speed"))), about, **_SERVER, out=None)
+    of_server("calibrate", calibrate.run, about, rounds=2, seconds=180.0, machine=None)
+    of_server("speed", calibrate.speed, "how many times as long as when it was calibrated an engine's steps take")
     about = "CPU per response and per token beside a textbook ensemble, with an engine that computes nothing"
-    of_engine("textbook", textbook_cost.run, about, step_ms=12.0, concurrency="8,32,128", tokens=128)
+    paced: dict[str, object] = {
+        "engine": "demo",
+        "step_ms": 12.0,
+        "concurrency": "8,32,128",
+        "tokens": 128,
+        "rounds": 3,
+    }
+    measures("textbook", textbook_cost.run, about, **paced)
     about = "how soon a cancelled request's slot is free, under load"
-    cancels = served(lambda server, a: cancel.run(server, a.samples, a.max_tokens, _folder(a, "cancel")))
-    command("cancel", cancels, about, **_SERVER, samples=50, max_tokens=480, out=None)
+    of_server("cancel", cancel.run, about, samples=50, max_tokens=480)
     about = "our server beside vLLM, llama.cpp and transformers serve"
-    compared: dict[str, object] = {"model": "demo", "precision": "bf16"}
-    compared |= {"only": ",".join(peer_servers.PEERS), "also": "", "prompts": "words", "concurrency": "1,8,32"}
-    command("peers", run_peers, about, **compared, rounds=2, duration=4.0, input="128", output="64", out=None)
+    compared: dict[str, object] = {"model": "demo", "precision": "bf16", "only": tuple(peer_servers.PEERS), "also": ""}
+    compared |= {"prompts": "words", "concurrency": "1,8,32", "rounds": 2, "duration": 4.0}
+    command("peers", run_peers, about, **compared, input="128", output="64", out=None)
     about = "latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
-    parts: dict[str, object] = {"only": ",".join(gateway_run.PARTS), "protocols": "http,grpc"}
-    relay = command("gateway", run_gateway, about, **parts, rounds=2, seconds=3.0, out=None)
-    _add(relay, "streams", gateway_run.STREAMS)
-    relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
+    parts: dict[str, object] = {"only": gateway_run.PARTS, "without_peers": False, "rounds": 2, "seconds": 3.0}
+    measures("gateway", gateway_run.run, about, **parts, streams=gateway_run.STREAMS, protocols="http,grpc")
     about = "our load generator beside perf_analyzer and AIPerf: the same load in turns, and whether they agree"
-    turns: dict[str, object] = {"only": ",".join(agreement.STREAMS), "engine": "demo", "url": "", "concurrency": None}
-    turns |= {"rates": "2", "requests": 40, "rounds": 3, "unary": False, "out": None}
-    command(
-        "clients",
-        lambda a: agreement.run(
-            *(a.only.split(","), _built(a.engine) if not a.url else a.engine, a.url, a.concurrency or (), a.rates),
-            *(a.requests, a.rounds, a.unary, _folder(a, "clients")),
-        ),
-        about,
-        **turns,
-    )
-    command(
-        "all",
-        run_all,
-        "every part in bounded time, compared with the last kept run of this machine kind",
-        **{"only": "", "quick": False, "keep": False, "budget": None, "model": checkpoint_folder.REAL, "out": None},
-    )
+    turns: dict[str, object] = {"only": tuple(agreement.STREAMS), "engine": "demo", "url": "", "concurrency": None}
+    measures("clients", agreement.run, about, **turns, rates="2", requests=40, rounds=3, unary=False)
+    about = "every part in bounded time, compared with the last kept run of this machine kind"
+    whole_run: dict[str, object] = {"only": tuple(part.name for part in suite.PARTS), "quick": False, "keep": False}
+    command("all", run_all, about, **whole_run, budget=None, model=checkpoint.REAL, out=None)
     about = "how soon a replica generates after its start and after its engine died, and its memory"
-    of_engine("start", start.run, about, streams=32)
+    measures("start", start.run, about, engine="demo", streams=32, rounds=3)
     about = "what the prefix cache gives to prompts that share a system prompt"
-    of_engine("prefix", prefix.run, about, concurrency="1,8")
+    measures("prefix", prefix.run, about, engine="demo", concurrency="1,8", rounds=3)
     about = "what streams get while long prompts are read beside them"
-    of_engine("mixed", mixed.run, about, streams=32, input_tokens=2048, duration=8.0)
+    measures("mixed", mixed.run, about, engine="demo", streams=32, input_tokens=2048, duration=8.0, rounds=3)
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole
 
 
-def _built(engine: str) -> str:
-    """Return the name of an engine. Raises NotFound, EngineFailed: it is not there."""
-    manifest.load(ENGINES / engine)
-    return engine
-
-
-def served(run: Callable[[ServerUnderTest, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that runs with the server under test."""
-
-    def command(arguments: argparse.Namespace) -> int:
-        with _server(arguments) as server:
-            return run(server, arguments)
-
-    return command
-
-
 def run_peers(arguments: argparse.Namespace) -> int:
-    load = arguments.rounds, arguments.duration, arguments.input, arguments.output
-    kinds = tuple(_among("prompts", arguments.prompts, tuple(prompts.KINDS)))
     # All are refused before an engine is built, which takes minutes.
-    only, also = _among("only", arguments.only, tuple(peer_servers.PEERS)), [*filter(None, arguments.also.split(","))]
-    for url in also:
-        peer_servers.by_hand(url)
+    also = [peer_servers.by_hand(url) for url in arguments.also]
     for field in ("input", "output"):
         lengths.parse(getattr(arguments, field), field)
     subject = peer_servers.subject(arguments.model, arguments.precision)
-    plan = peers.Plan(subject, tuple(arguments.concurrency), *load, kinds)
-    return peers.run(only, plan, _folder(arguments, "peers"), also)
+    load = arguments.rounds, arguments.duration, arguments.input, arguments.output
+    plan = peers.Plan(subject, tuple(arguments.concurrency), *load, tuple(arguments.prompts))
+    return peers.run(arguments.only, plan, _folder(arguments, "peers"), also)
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    only = _among("only", arguments.only, [part.name for part in suite.PARTS]) if arguments.only else []
-    model = arguments.model
+    model, out = arguments.model, _folder(arguments, "all")
     try:
-        checkpoint = checkpoint_folder.of(model)
-        if not (checkpoint / "model.safetensors").is_file():
+        folder = checkpoint.of(model)
+        if not (folder / "model.safetensors").is_file():
             raise InvalidArgument("model", f"must be a folder with config.json and model.safetensors, got {model!r}")
-        if not model.startswith(checkpoint_folder.WHEEL):
-            model = str(checkpoint)  # the parts run in another folder
+        if not model.startswith(checkpoint.WHEEL):
+            model = str(folder)  # the parts run in another folder
     except NotFound as error:
-        if model != checkpoint_folder.REAL:
+        if model != checkpoint.REAL:
             raise
         print(f"{error}; what needs a real model is left out", file=sys.stderr)
         model = ""
     budget_s = arguments.budget and 60 * arguments.budget
-    folder = _folder(arguments, "all")
-    return suite.run(only, arguments.quick, arguments.keep, folder, budget_s=budget_s, model=model)
-
-
-def run_gateway(arguments: argparse.Namespace) -> int:
-    parts = _among("only", arguments.only, gateway_run.PARTS)
-    protocols = _among("protocols", arguments.protocols, ("http", "grpc"))
-    load = arguments.rounds, arguments.seconds, arguments.streams
-    return gateway_run.run(parts, not arguments.without_peers, *load, protocols, _folder(arguments, "gateway"))
+    return suite.run(arguments.only, arguments.quick, arguments.keep, out, budget_s=budget_s, model=model)
 
 
 def plot(arguments: argparse.Namespace) -> int:
@@ -321,33 +296,31 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    [measured] = _measured([("run", arguments.concurrency, arguments.arrivals)], arguments)
+    load = _workload(arguments, arguments.concurrency, arguments.arrivals, arguments.seed)
+    [measured] = _measured([("run", load)], arguments)
     return _keep([measured], "run", arguments, report.of_run(measured))
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    loads: list[tuple[str, int | None, str | None]]
-    if arguments.rates:
-        loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in arguments.rates]
-    else:
-        loads = [(str(level), level, None) for level in arguments.concurrency]
+    levels: list[tuple[str, int | None, str | None]]
+    levels = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in arguments.rates or ()]
+    levels = levels or [(str(level), level, None) for level in arguments.concurrency]
+    numbered = enumerate(levels, arguments.seed)
+    loads = [(name, _workload(arguments, level, rate, seed)) for seed, (name, level, rate) in numbered]
     runs = _measured(loads, arguments)
     conditions = runs[0].conditions
     about = f"{report.lengths(runs[0])}; engine {conditions['engine']}; {report.on(conditions)}"
     return _keep(runs, "sweep", arguments, f"ms unless a column has another unit; {about}\n{report.of_sweep(runs)}")
 
 
-def _measured(loads: Sequence[tuple[str, int | None, str | None]], arguments: argparse.Namespace) -> list[Measurement]:
-    """Measure each load: name, concurrency, arrivals."""
+def _measured(loads: Sequence[tuple[str, Workload]], arguments: argparse.Namespace) -> list[Measurement]:
     options: dict[str, Any] = {"slo": Slo(arguments.slo_ttft_ms / 1e3, arguments.slo_latency_s)}
     options["conditions"] = {"engine": arguments.engine or "unknown", "command": " ".join(sys.argv[1:])}
     measure = measurement.measure_unsaturated
     if arguments.generators:
         measure = partial(measurement.measure, generators=arguments.generators)
-    workloads = [_workload(arguments, level, rate, arguments.seed + n) for n, (_, level, rate) in enumerate(loads)]
     with _server(arguments) as server:
-        named = [(name, workload) for (name, _, _), workload in zip(loads, workloads, strict=True)]
-        return [measure(name, load, server, _extent(arguments, load), **options) for name, load in named]
+        return [measure(name, load, server, _extent(arguments, load), **options) for name, load in loads]
 
 
 def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
@@ -396,20 +369,8 @@ def _folder(arguments: argparse.Namespace, kind: str) -> Path:
 
 
 def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None, seed: int) -> Workload:
-    return Workload(
-        concurrency=concurrency if rate is None else None,
-        arrivals=None if rate is None else arrivals.parse(rate),
-        input_tokens=lengths.parse(arguments.input, "input"),
-        output_tokens=lengths.parse(arguments.output, "output"),
-        **{name: getattr(arguments, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction")},
-        ignore_eos=not arguments.stop_at_end,
-        stream=not arguments.unary,
-        seed=seed,
-    )
-
-
-def _among(field: str, text: str, allowed: Sequence[str]) -> list[str]:
-    words = text.split(",")
-    if not set(words) <= set(allowed):
-        raise InvalidArgument(field, f"must be of {', '.join(allowed)}, separated by commas, got {text!r}")
-    return words
+    options = {name: getattr(arguments, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction")}
+    options |= {"ignore_eos": not arguments.stop_at_end, "stream": not arguments.unary, "seed": seed}
+    sizes = [lengths.parse(getattr(arguments, name), name) for name in ("input", "output")]
+    loop = (concurrency, None) if rate is None else (None, arrivals.parse(rate))
+    return Workload(*loop, *sizes, **options)

@@ -1,7 +1,7 @@
 """The load generator: send a workload's requests when they are due and record what comes back.
 
-One event loop. An open loop sends every request at its own instant, however many are still unanswered; its latency
-counts from that instant. The lag of the event loop itself is measured meanwhile (``GeneratorUse``).
+An event loop in this process, or in each of several. An open loop sends every request at its own instant, however many
+are still unanswered; its latency counts from that instant. The lag of the event loop itself is measured meanwhile.
 """
 
 from __future__ import annotations
@@ -9,11 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import multiprocessing
+import queue
 import random
+import resource
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
 
 from benchmarks.arrivals import Arrival
 from benchmarks.processes import waited_s
@@ -21,21 +29,21 @@ from benchmarks.prompts import PromptSource
 from benchmarks.record import Record
 from benchmarks.target import Target
 from benchmarks.workload import PlannedRequest, Workload
-from contract.errors import TridentError
+from contract.errors import EngineFailed, TridentError
 
 LAG_SAMPLE_S = 0.01
 PREPARED = 128  # requests made before the load begins
 PREPARE_S = 10.0  # at most, for them
 LONGEST_S = 86_400.0
+START_TIMEOUT_S = 600.0  # thousands of long prompts take minutes; a process that ends is noticed at once
+LEAD_S = 0.3  # all processes are ready before the common instant zero
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Bound a run: it ends with whichever limit is reached first.
+    """Bound a run: it ends with whichever limit is reached first; None is unlimited.
 
-    duration_s: seconds of load after the warm-up; None is unlimited.
-    warmup_s: seconds of load before it; its requests are not part of the figures.
-    requests: number of requests; None is unlimited.
+    duration_s, warmup_s: seconds of load after the warm-up, and of the warm-up, which is not part of the figures.
     answers: of a closed loop: it is warm once every client has had an answer, and lasts ``duration_s`` from then on and
         until so many further answers have ended; then ``warmup_s`` is the longest warm-up, ``most_s`` the longest load.
     """
@@ -63,10 +71,8 @@ class Share:
 
 @dataclass
 class GeneratorUse:
-    """What one generator process used.
+    """What one generator process used. waited_s: seconds its threads waited for a core.
 
-    cpu_s, wall_s: CPU and wall seconds.
-    waited_s: seconds its threads were runnable and waited for a core.
     lags_s: how late its event loop was, one sample per LAG_SAMPLE_S.
     """
 
@@ -88,6 +94,16 @@ class LoadResult:
     started_s: float
     generators: list[GeneratorUse]
     steady: tuple[float, float, bool] | None = None
+
+    @property
+    def client_cpu_s(self) -> float:
+        return sum(use.cpu_s for use in self.generators)
+
+    def answered(self, target: str = "") -> list[Record]:
+        """Return the records. Raises EngineFailed, which begins with ``target``, if a request failed."""
+        if failed := [record.error for record in self.records if not record.ok]:
+            raise EngineFailed(f"{target}{len(failed)} requests failed, the first with {failed[0]}")
+        return self.records
 
 
 async def drive(
@@ -129,6 +145,7 @@ class _Run:
     def __init__(self, workload: Workload, target: Target, prompts: PromptSource, extent: Extent, share: Share) -> None:
         self._workload, self._target, self._prompts = workload, target, prompts
         self._extent, self._share = extent, share
+        self._limit = sys.maxsize if extent.requests is None else extent.requests
         self.started_s = self._warm_s = self._ended_s = 0.0
         # Clients without an answer, now and at the end of the warm-up; answers since then.
         self._cold = self._late = workload.concurrency or 0
@@ -138,8 +155,7 @@ class _Run:
         self._prepared: dict[int, PlannedRequest] = {}
 
     def prepare(self) -> None:
-        """Make the first requests' prompts now, so that making them does not delay the load's start; long ones only for
-        PREPARE_S."""
+        """Make the first requests' prompts before the load's start, for PREPARE_S at most."""
         end_s = time.monotonic() + PREPARE_S
         coming: Iterator[tuple[int, Arrival | None]]
         if self._workload.concurrency:
@@ -147,14 +163,8 @@ class _Run:
             coming = ((number, None) for number in range(self._share.nth, count, self._share.of))
         else:
             coming = itertools.islice(self._arrivals(), PREPARED)
-        for number, arrival in coming:
-            if time.monotonic() > end_s:
-                return
+        for number, arrival in itertools.takewhile(lambda _: time.monotonic() <= end_s, coming):
             self._prepared[number] = self._workload.request(number, self._prompts, arrival)
-
-    @property
-    def _limit(self) -> int:
-        return sys.maxsize if self._extent.requests is None else self._extent.requests
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
         """Yield this generator's share of the open loop, with each request's number."""
@@ -164,9 +174,7 @@ class _Run:
         return itertools.takewhile(lambda pair: pair[0] < self._limit, mine)
 
     def _request(self, number: int, arrival: Arrival | None = None) -> PlannedRequest:
-        if number in self._prepared:
-            return self._prepared.pop(number)
-        return self._workload.request(number, self._prompts, arrival)
+        return self._prepared.pop(number, None) or self._workload.request(number, self._prompts, arrival)
 
     async def closed_loop(self, concurrency: int) -> None:
         numbers = itertools.count(self._share.nth, self._share.of)
@@ -239,3 +247,102 @@ class _Run:
                 await asyncio.sleep(LAG_SAMPLE_S)
             finally:  # a blocked loop may run again only when the load has ended, and this is cancelled
                 self.use.lags_s.append(max(0.0, time.monotonic() - due_s))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Everything a generator needs, in a form that can be sent to another process, which makes target and prompts.
+
+    uvloop: run on uvloop, which costs less CPU per message than asyncio's own loop.
+    """
+
+    workload: Workload
+    extent: Extent
+    target: Callable[[], Target]
+    prompts: Callable[[], PromptSource]
+    uvloop: bool = False
+
+
+def run(load: Load, processes: int = 1) -> LoadResult:
+    """Drive the load and return all records. One process means this one."""
+    if processes == 1:
+        return _run_loop(load, Share())
+    parts = run_apart([(load, Share(nth, processes)) for nth in range(processes)])
+    records = sorted((record for part in parts for record in part.records), key=lambda record: record.index)
+    return LoadResult(records, parts[0].started_s, [use for part in parts for use in part.generators])
+
+
+def run_apart(
+    loads: Sequence[tuple[Load, Share]],
+    *,
+    while_running: AbstractContextManager[object] | None = None,
+    timeout_s: float | None = None,
+) -> list[LoadResult]:
+    """Drive each load in a process of its own, all from the same instant zero. Raises EngineFailed: a process ended or
+    did not report in time.
+
+    while_running: entered when all processes are ready, before the first request; left after the last answer.
+    """
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    messages, start = context.Queue(), context.Value("d", 0.0)
+    go = context.Event()
+    children = [
+        context.Process(target=_child, args=(nth, load, share, messages, go, start), daemon=True)
+        for nth, (load, share) in enumerate(loads)
+    ]
+    for child in children:
+        child.start()
+    try:
+        for _ in children:
+            _next(messages, children, START_TIMEOUT_S)
+        with while_running or nullcontext():
+            start.value = time.monotonic() + LEAD_S
+            go.set()
+            results: dict[int, LoadResult] = {}
+            deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            while len(results) < len(loads):
+                unfinished = [child for nth, child in enumerate(children) if nth not in results]
+                nth, result = _next(messages, unfinished, deadline_s - time.monotonic())
+                results[nth] = result
+    finally:
+        for child in children:
+            child.join(1)
+            if child.is_alive():
+                child.terminate()
+    return [results[nth] for nth in range(len(loads))]
+
+
+def _run_loop(load: Load, share: Share, start_at: Callable[[], float] = time.monotonic) -> LoadResult:
+    async def send() -> LoadResult:
+        async with load.target() as target:
+            return await drive(load.workload, target, load.prompts(), load.extent, share=share, start=start_at)
+
+    return (uvloop.run if load.uvloop else asyncio.run)(send())
+
+
+def _child(nth: int, load: Load, share: Share, messages: Any, go: Any, start: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def started_s() -> float:
+        messages.put((nth, "ready"))
+        if not go.wait(START_TIMEOUT_S):
+            raise TimeoutError("the other load generator processes were not ready in time")
+        return start.value
+
+    messages.put((nth, _run_loop(load, share, started_s)))
+
+
+def _next(messages: Any, children: Sequence[Any], timeout_s: float) -> tuple[int, Any]:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        # Read first: what a process sent before it ended can be read by then.
+        dead = [child.exitcode for child in children if child.exitcode is not None]
+        try:
+            return messages.get(timeout=0.5)
+        except queue.Empty:
+            if dead:
+                raise EngineFailed(f"a load generator process ended with code {dead[0]}") from None
+            if time.monotonic() > deadline_s:
+                raise EngineFailed(f"a load generator process did not report within {timeout_s:.0f} s") from None

@@ -1,35 +1,32 @@
 """Measure the cost of serving: raw pipeline, engine over gRPC and ensemble over gRPC, in one run.
 
-The three take turns at every concurrency, round after round, on equal work: the same number of requests with prompts
-of equal length and answers of fixed length, greedy. Ratios compare batches of one round, so that a noisy machine
-disturbs both sides. Tokens per second are a batch's tokens over its wall time, first send to last answer's end.
+They take turns at every concurrency, round after round, on equal work: as many requests with prompts of equal length
+and greedy answers of fixed length. Ratios compare batches of one round, so that a noisy machine disturbs both sides.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from types import MappingProxyType
 from typing import TypeVar
 
-from benchmarks import figures, machine, processes, progress, random_model, report, scrape
+from benchmarks import checkpoint, figures, machine, processes, progress, report, scrape
 from benchmarks.driver import Extent, drive
-from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.raw_engine import RawEngine
-from benchmarks.scrape import Histogram
+from benchmarks.scrape import COALESCING_WAIT, Histogram, settled
 from benchmarks.server_process import ENGINES, running_server
-from benchmarks.server_side import COALESCING_WAIT, settled
-from benchmarks.target import EnsembleTarget, Target
+from benchmarks.target import EngineTarget, EnsembleTarget, Target
 from benchmarks.workload import Workload
 from contract import manifest, packed_delta
-from contract.errors import EngineFailed, InvalidArgument
+from contract.errors import InvalidArgument
 from contract.prometheus import Metrics
 
 RAW, ENGINE, ENSEMBLE, EVERY_TOKEN = "raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"
@@ -37,7 +34,7 @@ PACKED = "packed ensemble"
 EVERY_TOKEN_ENV = {"TRIDENT_MAX_COALESCE_MS": "0"}
 ALONE_REQUESTS = 4  # of a batch at concurrency 1, for a median TTFT
 INPUT_TOKENS = 128
-ENGINES_MEASURED = ("demo", random_model.NAME)
+ENGINES_MEASURED = ("demo", checkpoint.RANDOM)
 TTFT_ADDED_GOAL_MS, COALESCING_GOAL_MS = 4.0, 20.0
 EVERY_TOKEN_GOAL_US, COALESCED_GOAL_US = 200.0, 100.0
 
@@ -48,11 +45,10 @@ K = TypeVar("K")
 class Batch:
     """One batch of requests on one path.
 
-    round: number of the round.
+    wall_s: from the first send to the last answer's end.
     engine_cpu_s, serving_cpu_s, client_cpu_s: CPU seconds of the engine, of the other processes by role, of the client.
     coalescing_p99_s: for how long a message's oldest token waited for the others by the server's metrics, or nan.
-    others_share: share of the machine that other processes used.
-    waited_s: seconds that each role waited for a core.
+    others_share: share of the machine that other processes used. waited_s: for a core, by role.
     """
 
     path: str
@@ -80,6 +76,14 @@ class Batch:
     def serving_us(self) -> float:
         return self.us_per_token(sum(self.serving_cpu_s.values()))
 
+    @property
+    def response_us(self) -> float:
+        return self.serving_us * self.tokens / self.messages
+
+    def cpu_s(self, role: str) -> float:
+        own = {"engine worker": self.engine_cpu_s, "client": self.client_cpu_s}
+        return (own | self.serving_cpu_s).get(role, 0.0)
+
 
 class ServingPath:
     """One path through a server to the engine, connected over all its batches."""
@@ -87,19 +91,13 @@ class ServingPath:
     def __init__(self, name: str, server: ServerUnderTest, target: Target, prompts: Prompts) -> None:
         self.name, self._target, self._prompts = name, target, prompts
         self._metrics_url = server.metrics_url
-        root = processes.listener(server.url)
-        if root is None:
-            raise EngineFailed(f"no process listens on {server.url}")
-        self._root = root
+        self._root = processes.server(server.url)
 
     async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
         waits = self._waits()
         watch, before = machine.Watch(), processes.use(self._root)
         result = await drive(workload, self._target, self._prompts, Extent(None, 0.0, requests))
-        used, records = processes.difference(before, processes.use(self._root)), result.records
-        if failed := [record.error for record in records if not record.ok]:
-            raise EngineFailed(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
-        client_s = sum(use.cpu_s for use in result.generators)
+        used, records = processes.difference(before, processes.use(self._root)), result.answered(f"{self.name}: ")
         others = watch.load(sum(use.cpu_s for use in used.values())).others
         return Batch(
             self.name,
@@ -110,7 +108,7 @@ class ServingPath:
             ttfts_s=[ttft_s for record in records if (ttft_s := record.ttft_from_send_s) is not None],
             engine_cpu_s=sum(use.cpu_s for name, use in used.items() if name in processes.ENGINE_ROLES),
             serving_cpu_s={name: use.cpu_s for name, use in used.items() if name not in processes.ENGINE_ROLES},
-            client_cpu_s=client_s,
+            client_cpu_s=result.client_cpu_s,
             messages=sum(len(record.messages) for record in records),
             coalescing_p99_s=(self._waits() - waits).quantile(0.99),
             others_share=others,
@@ -137,8 +135,8 @@ class RawPath:
         planned = [workload.request(number, self._prompts) for number in range(requests)]
         ids = [self._prompts.ids(one.prompt) for one in planned]
         answer = self._raw.batch(ids, planned[0].max_tokens, concurrency)
-        others = watch.load(answer["cpu_s"]).others
         tokens, wall_s, ttfts_s, cpu_s = (answer[name] for name in ("tokens", "wall_s", "ttfts_s", "cpu_s"))
+        others = watch.load(cpu_s).others
         return Batch(RAW, concurrency, round_, tokens, wall_s, ttfts_s, cpu_s, others_share=others)
 
     async def close(self) -> None:
@@ -153,13 +151,10 @@ def measure(engine: str, output_tokens: int, rounds: int, concurrencies: Sequenc
         raw = stack.enter_context(RawEngine(ENGINES / engine))
         ensembles = [EnsembleTarget(server.url, timings=False, model="ensemble") for server in servers]
         packed = EnsembleTarget(servers[0].url, timings=False, model=packed_delta.MODEL)
-        paths: dict[str, ServingPath | RawPath] = {
-            RAW: RawPath(raw, prompts),
-            ENGINE: ServingPath(ENGINE, servers[0], EngineTarget(servers[0].url, prompts), prompts),
-            ENSEMBLE: ServingPath(ENSEMBLE, servers[0], ensembles[0], prompts),
-            PACKED: ServingPath(PACKED, servers[0], packed, prompts),
-            EVERY_TOKEN: ServingPath(EVERY_TOKEN, servers[1], ensembles[1], prompts),
-        }
+        targets = {ENGINE: EngineTarget(servers[0].url, prompts), ENSEMBLE: ensembles[0], PACKED: packed}
+        paths: dict[str, ServingPath | RawPath] = {RAW: RawPath(raw, prompts)}
+        paths |= {name: ServingPath(name, servers[0], target, prompts) for name, target in targets.items()}
+        paths[EVERY_TOKEN] = ServingPath(EVERY_TOKEN, servers[1], ensembles[1], prompts)
         warm, levels = (min(8, max(concurrencies)),), {EVERY_TOKEN: (1, 32)}
         lengths = INPUT_TOKENS, output_tokens
         found = in_turns(paths, concurrencies, rounds, lengths, ALONE_REQUESTS, levels, warm)
@@ -183,8 +178,11 @@ def in_turns(
     found: dict[int, dict[K, list[Batch]]] = {at: {key: [] for key in paths} for at in concurrencies}
 
     async def batches() -> None:
-        for n in range(rounds + 1):
-            for at in concurrencies if n else warm or concurrencies:
+        async with AsyncExitStack() as stack:
+            for path in paths.values():
+                stack.push_async_callback(path.close)
+            turns = [(n, at) for n in range(rounds + 1) for at in (concurrencies if n else warm or concurrencies)]
+            for n, at in turns:
                 progress.show(f"round {n} of {rounds}, concurrency {at}")
                 for nth, (key, path) in enumerate(paths.items()):
                     if n and at not in levels.get(key, concurrencies):
@@ -195,14 +193,7 @@ def in_turns(
                     if n:
                         found[at][key].append(batch)
 
-    async def whole() -> None:
-        try:
-            await batches()
-        finally:
-            for path in paths.values():
-                await path.close()
-
-    asyncio.run(whole())
+    asyncio.run(batches())
     return found
 
 
@@ -244,12 +235,14 @@ def described(engine: str, batches: Sequence[Batch]) -> str:
             found = ratios(batches, path, concurrency)
             ratio, cpu_bound, serving = "1", "", [""] * 4
             if path != RAW:
-                ratio = f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+                ratio = report.ranged(found)
                 cpu_bound = f"{cpu_bound_ratio(batches, path, concurrency):.2f}"
-                spent = (median(b.serving_us for b in mine), median(b.us_per_token(b.client_cpu_s) for b in mine))
-                serving = [report.number(us, 0) for us in spent]
-                serving.append(report.number(median(b.tokens / b.messages for b in mine), 2))
-                serving.append(report.ms(median(b.coalescing_p99_s for b in mine)))
+                serving = [
+                    report.number(median(b.serving_us for b in mine), 0),
+                    report.number(median(b.us_per_token(b.client_cpu_s) for b in mine), 0),
+                    report.number(median(b.tokens / b.messages for b in mine), 2),
+                    report.ms(median(b.coalescing_p99_s for b in mine)),
+                ]
             tokens_per_s = report.number(median(batch.tokens_per_s for batch in mine), 0)
             ttft = report.ms(median(ttft for batch in mine for ttft in batch.ttfts_s))
             engine_us = report.number(median(batch.us_per_token(batch.engine_cpu_s) for batch in mine), 0)
@@ -266,20 +259,14 @@ def by_process(batches: Sequence[Batch]) -> str:
         for concurrency in sorted({batch.concurrency for batch in batches if batch.path == path}):
             mine, cells = of(batches, path, concurrency), []
             for name in names:
-                spent = median(b.us_per_token(_cpu_s(b, name)) for b in mine)
+                spent = median(b.us_per_token(b.cpu_s(name)) for b in mine)
                 waits = median(b.waited_s.get(name, 0.0) / b.wall_s for b in mine)
                 cells.append(f"{report.number(spent)} ({waits:.0%})")
             rows.append((path, concurrency, *cells))
     return report.table(rows, ("CPU µs per token (waited for a core)", "at", *names))
 
 
-def _cpu_s(batch: Batch, name: str) -> float:
-    own = {"engine worker": batch.engine_cpu_s, "client": batch.client_cpu_s}
-    return (own | batch.serving_cpu_s).get(name, 0.0)
-
-
 def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
-    """Compare with the goals."""
     out: list[report.Goal] = []
     at = {batch.concurrency for batch in batches}
 
@@ -305,13 +292,10 @@ def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
 
 
 def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: Path) -> int:
-    """Measure, print, write efficiency.json. Returns 0 whether the goals are met or not.
-
-    Raises InvalidArgument, NotFound, EngineFailed: an engine has no name, or is not there.
-    """
+    """Measure, print, write efficiency.json. Raises InvalidArgument, NotFound, EngineFailed: no such engine."""
     if not all(engines):
         raise InvalidArgument("engines", f"must be names of engines, separated by commas, got {','.join(engines)!r}")
-    names = list(map(random_model.named, engines))
+    names = list(map(checkpoint.named, engines))
     for name in names:
         manifest.load(ENGINES / name)
     found: dict[str, list[Batch]] = {}
@@ -335,10 +319,7 @@ def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: 
 
 def compared(found: Mapping[str, Sequence[Batch]]) -> dict[str, dict[str, object]]:
     """Return what ``benchmarks.suite`` compares, by engine."""
-    speed: dict[str, list[float]] = {}
-    spent: dict[str, list[float]] = {}
-    waits: dict[str, list[float]] = {}
-    first: dict[str, list[float]] = {}
+    speed, spent, waits, first = (dict[str, list[float]]() for _ in range(4))
     for engine, batches in found.items():
         for path, at in dict.fromkeys((batch.path, batch.concurrency) for batch in batches):
             label, mine = f"{engine}, {path}, {at}", of(batches, path, at)

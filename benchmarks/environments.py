@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.child_process import ROOT, stop
+from benchmarks.child_process import ROOT, last_lines, stop
 from contract.errors import NotFound
 
 FOLDER = ROOT / ".cache" / "peers"
@@ -59,8 +60,8 @@ class Environment:
             done = ""
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         commands = [*((*pip, *packages) for packages in self.installs), *self.then]
-        lines = self.specification.splitlines(keepends=True)
-        for command, line in [*zip(commands, lines, strict=True)][done.count("\n") :]:
+        steps = zip(commands, self.specification.splitlines(keepends=True), strict=True)
+        for command, line in itertools.islice(steps, done.count("\n"), None):
             _run([word.format(python=python, bin=self.folder / "bin") for word in command], self.folder)
             with stamp.open("a") as finished:
                 finished.write(line)
@@ -80,6 +81,4 @@ def _run(command: Sequence[str], folder: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {exc}") from exc
     if code:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        relevant = [line for line in lines if "error" in line.lower()] or lines[-3:]
-        raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(relevant)[-400:]}")
+        raise NotFound(f"`{' '.join(command)[:120]}` failed: {last_lines(log)}")

@@ -1,8 +1,7 @@
 """Compute the figures of a run from its records: latencies, rates, goodput.
 
-Percentiles interpolate linearly between order statistics (NumPy's default). TTFT and latency count from the intended
-instant of sending. An inter-token latency is a response's gap divided by its tokens, one value per token; a message gap
-is the time between two responses, one value per response.
+TTFT and latency count from the intended instant of sending. An inter-token latency is a response's gap divided by its
+tokens, one value per token; a message gap is the time between two responses, one value per response.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from benchmarks.record import Record
 LOWER, HIGHER = "lower", "higher"  # which is better
 WORST = {LOWER: math.inf, HIGHER: 0.0}
 LEAST_NOISE = 0.05  # runs of one round have no range
-QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 
 
 @dataclass(frozen=True)
@@ -43,26 +41,16 @@ class Slo:
     ttft_s: float = 0.5
     latency_s: float = 5.0
 
-    def met_by(self, record: Record) -> bool:
-        return (
-            record.ok
-            and record.ttft_s is not None
-            and record.ttft_s < self.ttft_s
-            and record.latency_s < self.latency_s
-        )
-
 
 @dataclass(frozen=True)
 class Figures:
     """The figures of the requests intended within the window.
 
-    requests, ok, failed, cancelled: how many; cancelled by the client on purpose.
-    window_s: seconds that the rates are over.
+    cancelled: by the client on purpose.
     ttft_s, latency_s: from the intended instant; latency_s of ok requests only.
     itl_s, gap_s: inter-token latency, gap between messages.
     goodput_per_s: requests per second that met both SLO targets; good_fraction: of those not cancelled.
-    slo_met: whether the run met the SLO at P95, failures counted as misses.
-    errors: failures by type.
+    slo_met: whether the run met the SLO at P95, failures counted as misses. errors: failures by type.
     """
 
     requests: int
@@ -88,10 +76,8 @@ class Figures:
 def spread(values: Sequence[float] | np.ndarray) -> Spread:
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
-        nan = float("nan")
-        return Spread(0, nan, nan, nan, nan, nan, nan)
-    points = np.percentile(array, list(QUANTILES.values()))
-    p50, p90, p95, p99 = (float(point) for point in points)
+        return Spread(0, *[math.nan] * 6)
+    p50, p90, p95, p99 = map(float, np.percentile(array, (50, 90, 95, 99)))
     return Spread(array.size, float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
@@ -101,21 +87,17 @@ def of_gaps(gaps: Sequence[tuple[float, int]]) -> Spread:
 
 
 def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = Slo()) -> Figures:  # noqa: B008
-    """Compute the figures of the requests intended within ``window`` (first and last instant).
-
-    Rates count the tokens and completions of any request within it. Requests that the client cancelled have a TTFT but
-    no latency and no goodput.
-    """
+    """Compute the figures of the requests intended within ``window`` (first and last instant). Rates count what any
+    request got within it."""
     begin_s, end_s = window
     window_s = max(end_s - begin_s, 1e-9)
     mine = [record for record in records if begin_s <= record.intended_s <= end_s]
     ok = [record for record in mine if record.ok]
     awaited = [record for record in mine if not record.cancelled]
-    good = [record for record in ok if slo.met_by(record)]
+    good = [r for r in ok if r.ttft_s is not None and r.ttft_s < slo.ttft_s and r.latency_s < slo.latency_s]
     ended_ok = [record for record in records if record.ok and begin_s <= record.ended_s <= end_s]
     tokens = sum(n for record in records for at_s, n in record.messages if begin_s <= at_s <= end_s)
     prompt_tokens = sum(r.input_tokens for r in records if r.first_s is not None and begin_s <= r.first_s <= end_s)
-    ttft, latency = spread([r.ttft_s for r in mine if r.ttft_s is not None]), spread([r.latency_s for r in ok])
     messages = sum(len(record.messages) for record in mine)
     return Figures(
         requests=len(mine),
@@ -126,10 +108,10 @@ def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = S
         requests_per_s=len(ended_ok) / window_s,
         input_tokens_per_s=prompt_tokens / window_s,
         output_tokens_per_s=tokens / window_s,
-        ttft_s=ttft,
+        ttft_s=spread([record.ttft_s for record in mine if record.ttft_s is not None]),
         itl_s=of_gaps([gap for record in mine for gap in record.gaps]),
         gap_s=spread([gap for record in mine for gap, _ in record.gaps]),
-        latency_s=latency,
+        latency_s=spread([record.latency_s for record in ok]),
         tokens_per_message=sum(record.tokens for record in mine) / messages if messages else float("nan"),
         goodput_per_s=len(good) / window_s,
         good_fraction=len(good) / len(awaited) if awaited else float("nan"),

@@ -59,11 +59,9 @@ def vocabulary(tokenizer: dict, size: int) -> tuple[list[str], list[bool], list[
 
 def adds_begin(tokenizer: dict) -> bool:
     """Return whether it puts a special token in front of every text."""
-    post = tokenizer.get("post_processor") or {}
-    templates = (
-        [one for one in [post, *post.get("processors", [])] if one["type"] == "TemplateProcessing"] if post else []
-    )
-    return any("SpecialToken" in template["single"][0] for template in templates)
+    post = tokenizer.get("post_processor") or {"type": None}
+    every = [post, *post.get("processors", [])]
+    return any("SpecialToken" in one["single"][0] for one in every if one["type"] == "TemplateProcessing")
 
 
 def splits_digits(tokenizer: dict) -> bool:
@@ -102,9 +100,8 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(head_size)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     tokens, special, merges = vocabulary(tokenizer, config["vocab_size"])
@@ -135,13 +132,5 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
     writer.close()
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) != 3 or argv[2] not in PRECISIONS:
-        print(f"usage: gguf_checkpoint.py CHECKPOINT OUT.gguf {'|'.join(PRECISIONS)}", file=sys.stderr)
-        return 2
-    write(Path(argv[0]), Path(argv[1]), argv[2])
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,8 +1,7 @@
 """Measure each hop of the ensemble: CPU per response by process, and the phases of the time to first token.
 
 The model ``engine`` and the ensemble take turns, on a server that sends a response for every token and on one that
-coalesces. What the ensemble costs beyond the engine is the detokenizer's hop: its process, and the scheduling and
-copying for it in tritonserver.
+coalesces. What the ensemble costs more is the detokenizer's hop: its process, and its share of tritonserver.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import figures, machine, report, server_side
+from benchmarks import figures, machine, report, scrape
 from benchmarks.driver import Extent, drive
 from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, in_turns
-from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.server_process import ENGINES, running_server
-from benchmarks.target import EnsembleTarget
+from benchmarks.target import EngineTarget, EnsembleTarget
 from benchmarks.workload import Workload
 from contract.prometheus import Metrics
 
@@ -41,9 +39,9 @@ def costs(
     """Return the batches by (mode, model). The first round warms up."""
     paths: dict[tuple[str, str], ServingPath] = {}
     for mode, server in servers.items():
-        paths[mode, "engine"] = ServingPath(f"engine, {mode}", server, EngineTarget(server.url, prompts), prompts)
-        target = EnsembleTarget(server.url, timings=False, model="ensemble")
-        paths[mode, "ensemble"] = ServingPath(f"ensemble, {mode}", server, target, prompts)
+        ensemble = EnsembleTarget(server.url, timings=False, model="ensemble")
+        for model, target in (("engine", EngineTarget(server.url, prompts)), ("ensemble", ensemble)):
+            paths[mode, model] = ServingPath(f"{model}, {mode}", server, target, prompts)
     return in_turns(paths, (concurrency,), rounds, (INPUT_TOKENS, tokens))[concurrency]
 
 
@@ -53,39 +51,38 @@ def first_token(server: ServerUnderTest, prompts: Prompts, concurrency: int) -> 
     The inner phases are from the server's histograms; first and last use the client's clock, on one machine the same.
     """
 
-    async def send() -> list[Record]:
+    async def send() -> tuple[Metrics, list[Record]]:
+        loads = [Workload(concurrency, None, Fixed(INPUT_TOKENS), Fixed(16), seed=seed) for seed in (1, 2)]
         async with EnsembleTarget(server.url, model="ensemble") as target:
-            await drive(_workload(concurrency, 1), target, prompts, Extent(None, 0.0, concurrency))
-            before.append(await asyncio.to_thread(server_side.settled, metrics_url))
-            load = _workload(concurrency, 2)
-            return (await drive(load, target, prompts, Extent(None, 0.0, ALONE_REQUESTS * concurrency))).records
+            await drive(loads[0], target, prompts, Extent(None, 0.0, concurrency))
+            before = await asyncio.to_thread(scrape.settled, metrics_url)
+            extent = Extent(None, 0.0, ALONE_REQUESTS * concurrency)
+            return before, (await drive(loads[1], target, prompts, extent)).records
 
     metrics_url = server.metrics_url or ""
-    before: list[Metrics] = []
-    records = asyncio.run(send())
-    own = server_side.difference(before[0], server_side.settled(metrics_url))
+    before, records = asyncio.run(send())
+    own = scrape.difference(before, scrape.settled(metrics_url))
     ttft_s = statistics.mean(record.ttft_from_send_s or math.nan for record in records)
     arrival_s = statistics.mean(r.timings.arrival_ns / 1e9 - r.sent_s if r.timings else math.nan for r in records)
     parts = [("client → gRPC → tokenizer begins", arrival_s)]
-    parts += [(name, own.phases[name].mean_s) for name in server_side.PHASES]
+    parts += [(name, own.phases[name].mean_s) for name in scrape.PHASES]
     parts.append(("ensemble → gRPC → client", ttft_s - sum(seconds for _, seconds in parts)))
     return [(name, seconds, seconds / ttft_s) for name, seconds in (*parts, ("time to first token", ttft_s))]
-
-
-def _workload(concurrency: int, seed: int) -> Workload:
-    return Workload(concurrency, None, Fixed(INPUT_TOKENS), Fixed(16), seed=seed)
 
 
 def described(found: dict[tuple[str, str], list[Batch]], concurrency: int) -> str:
     rows: list[tuple] = []
     for mode in MODES:
-        per = {model: _per_message(found[mode, model]) for model in MODELS}
+        per = {}
+        for model in MODELS:
+            of = [(batch.serving_cpu_s, batch.messages) for batch in found[mode, model]]
+            per[model] = {part: statistics.median(1e6 * s.get(part, 0.0) / count for s, count in of) for part in PARTS}
         for model, spent in per.items():
             batches = found[mode, model]
             client = statistics.median(1e6 * batch.client_cpu_s / batch.messages for batch in batches)
             tokens_per_message = statistics.median(batch.tokens / batch.messages for batch in batches)
-            per_token = report.number(statistics.median(batch.serving_us for batch in batches))
-            last = (report.number(client), report.number(tokens_per_message, 2), per_token)
+            per_token = statistics.median(batch.serving_us for batch in batches)
+            last = report.number(client), report.number(tokens_per_message, 2), report.number(per_token)
             rows.append((f"{model}, {mode}", *_cells(spent), *last))
         hop = {part: per["ensemble"][part] - per["engine"][part] for part in PARTS}
         rows.append(("  detokenizer's hop", *_cells(hop), "", "", ""))
@@ -112,19 +109,10 @@ def run(engine: str, concurrencies: Sequence[int], tokens: int, rounds: int, out
             phases = first_token(servers["coalesced"], prompts, concurrency)
             cells = [(name, report.ms(seconds), f"{share:.0%}") for name, seconds, share in phases]
             print("\n" + report.table(cells, (f"time to first token at {concurrency}", "mean ms", "share")), flush=True)
-            batches = {
-                f"{model}, {mode}": [asdict(batch) for batch in batches] for (mode, model), batches in found.items()
-            }
+            named = {f"{model}, {mode}": batches for (mode, model), batches in found.items()}
+            batches = {name: [asdict(batch) for batch in of] for name, of in named.items()}
             kept[str(concurrency)] = {"batches": batches, "first_token": phases}
-            for path, of in found.items():
-                name = f"CPU of a response, µs: {', '.join(reversed(path))}, {concurrency}"
-                spent[name] = [batch.serving_us * batch.tokens / batch.messages for batch in of]
+            for name, of in named.items():
+                spent[f"CPU of a response, µs: {name}, {concurrency}"] = [batch.response_us for batch in of]
     kept["compared"] = figures.compared(figures.LOWER, spent)
     return report.write_json(kept, out, "hops")
-
-
-def _per_message(batches: Sequence[Batch]) -> dict[str, float]:
-    return {
-        part: statistics.median(1e6 * batch.serving_cpu_s.get(part, 0.0) / batch.messages for batch in batches)
-        for part in PARTS
-    }

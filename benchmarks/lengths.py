@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import random
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -81,11 +81,11 @@ def parse(text: str, field: str) -> Lengths:
     kind, _, rest = text.partition(":")
     if kind.isdecimal() and not rest and len(kind) <= 9 and 1 <= int(kind) <= MOST:
         return Fixed(int(kind))
-    if kind == "lognormal":
-        numbers = _numbers(rest) or []
-        median, sigma, most = (*numbers, MOST)[:3] if len(numbers) in (2, 3) else (0, 0, 0)
-        if 1 <= median <= MOST and 0 <= sigma <= MOST_SIGMA and 1 <= most <= MOST:
-            return LogNormal(median, sigma, int(most))
+    if kind == "lognormal" and rest.count(",") in (1, 2):
+        with suppress(ValueError):
+            median, sigma, most, *_ = (*map(float, rest.split(",")), MOST)
+            if 1 <= median <= MOST and 0 <= sigma <= MOST_SIGMA and 1 <= most <= MOST:
+                return LogNormal(median, sigma, int(most))
     if kind == "histogram" and rest:
         return read_histogram(Path(rest), field)
     bounds = f"lengths from 1 to {MOST:,}, SIGMA from 0 to {MOST_SIGMA:g}"
@@ -93,10 +93,8 @@ def parse(text: str, field: str) -> Lengths:
 
 
 def read_histogram(path: Path, field: str) -> Histogram:
-    """Read JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped).
-
-    Raises InvalidArgument for ``field``.
-    """
+    """Read JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped). Raises
+    InvalidArgument for ``field``."""
     text = read_text(path, field)
     try:
         if path.suffix == ".json":
@@ -107,7 +105,13 @@ def read_histogram(path: Path, field: str) -> Histogram:
             if rows and rows[0][0].strip().isalpha():
                 rows = rows[1:]
             lengths, counts = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
-        return checked_histogram(lengths, counts)
+        if len(lengths) != len(counts) or not lengths:
+            raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
+        whole = all(isinstance(n, int) and 1 <= n <= MOST for n in lengths)
+        if not whole or not all(c >= 0 for c in counts) or not 0 < sum(counts) < math.inf:
+            allowed = f"lengths must be whole numbers from 1 to {MOST:,}"
+            raise ValueError(f"{allowed}; counts must be finite, not negative and not all 0")
+        return Histogram(tuple(lengths), tuple(map(float, counts)))
     except MALFORMED as exc:
         form = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
         raise InvalidArgument(field, f"must have {form}, got {path}: {exc}") from exc
@@ -121,22 +125,3 @@ def read_text(path: Path, field: str) -> str:
         raise InvalidArgument(field, f"must name a file that can be read, got {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise InvalidArgument(field, f"must name a file of UTF-8 text, got {path}: {exc}") from exc
-
-
-def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histogram:
-    """Return a histogram. Raises ValueError if nothing can be drawn from it."""
-    if len(lengths) != len(counts) or not lengths:
-        raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
-    whole = all(isinstance(n, int) and 1 <= n <= MOST for n in lengths)
-    if not whole or not all(c >= 0 for c in counts) or not 0 < sum(counts) < math.inf:
-        allowed = f"lengths must be whole numbers from 1 to {MOST:,}"
-        raise ValueError(f"{allowed}; counts must be finite, not negative and not all 0")
-    return Histogram(tuple(lengths), tuple(float(count) for count in counts))
-
-
-def _numbers(text: str) -> list[float] | None:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        return None
-    return numbers if all(math.isfinite(number) for number in numbers) else None

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -41,14 +40,12 @@ class HostLoad:
 
 
 def cpu_time() -> CpuTime:
-    every, mine = psutil.cpu_times(percpu=True), set(cores())
-    found = [CpuTime(*_spent(one)) for number, one in enumerate(every) if number in mine]
-    return CpuTime(*(sum(getattr(one, name) for one in found) for name in ("total_s", "busy_s", "stolen_s")))
-
-
-def _spent(times: Any) -> tuple[float, float, float]:
-    busy_s = times.user + times.nice + times.system + times.irq + times.softirq  # guest time is part of user time
-    return busy_s + times.idle + times.iowait + times.steal, busy_s, times.steal
+    every, numbers = psutil.cpu_times(percpu=True), set(cores())
+    mine = [of for number, of in enumerate(every) if number in numbers]
+    # Guest time is part of user time.
+    busy_s = sum(of.user + of.nice + of.system + of.irq + of.softirq for of in mine)
+    stolen_s = sum(of.steal for of in mine)
+    return CpuTime(busy_s + stolen_s + sum(of.idle + of.iowait for of in mine), busy_s, stolen_s)
 
 
 def host_load(before: CpuTime, after: CpuTime, ours_s: float) -> HostLoad:
@@ -85,15 +82,12 @@ def _ours_s() -> float:
 
 def cores() -> list[int]:
     """Return the numbers of the cores that we may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
 
 
 @contextmanager
 def on_cores(numbers: Sequence[int]) -> Iterator[None]:
-    """Keep this thread, and the processes that it starts, on some of the cores; on all where a system cannot."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
+    """Keep this thread, and the processes that it starts, on some of the cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, numbers)
     try:
@@ -103,11 +97,8 @@ def on_cores(numbers: Sequence[int]) -> Iterator[None]:
 
 
 def cpu_flags() -> set[str]:
-    """Return the processor's flags as Linux names them; none elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
+    """Return the processor's flags as Linux names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 

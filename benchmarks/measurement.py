@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, generator_processes, machine, processes, progress, scrape, self_check, server_side
-from benchmarks.driver import Extent, GeneratorUse
+from benchmarks import driver, figures, machine, processes, progress, scrape, self_check
+from benchmarks.driver import Extent, GeneratorUse, Load
 from benchmarks.figures import Figures, Slo
-from benchmarks.generator_processes import Load
 from benchmarks.machine import HostLoad
 from benchmarks.processes import Use
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
+from benchmarks.scrape import Gauges, ServerSide
 from benchmarks.self_check import Check
-from benchmarks.server_side import GaugeWatch, ServerSide
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
-from contract.errors import Unavailable
+from contract.errors import InvalidArgument, Unavailable
 from contract.prometheus import Metrics
 
 
 @dataclass(frozen=True)
 class ServerUnderTest:
-    """Where the server is.
+    """Where the server is: HOST:PORT of its gRPC endpoint, its metrics if known.
 
-    url: HOST:PORT of its gRPC endpoint.
-    metrics_url: of its Prometheus metrics, if known.
     engine_folder: its tokenizer.json counts prompt tokens, if known.
     """
 
@@ -40,15 +37,19 @@ class ServerUnderTest:
     metrics_url: str | None = None
     engine_folder: Path | None = None
 
+    def known_engine(self) -> Path:
+        """Return the engine's folder. Raises InvalidArgument: it is not known."""
+        if self.engine_folder is None:
+            raise InvalidArgument("engine", "must name the replica's engine: --engine, or --tokenizer FOLDER")
+        return self.engine_folder
+
 
 @dataclass
 class Measurement:
     """Everything known about one run.
 
-    when: UTC, ISO 8601.
-    conditions, workload: descriptions for reports.
-    started_s: instant zero on the monotonic clock.
-    window: first and last instant of the figures.
+    when: UTC, ISO 8601. conditions, workload: descriptions for reports.
+    started_s, window: on the monotonic clock, instant zero, and first and last instant of the figures.
     server: its own metrics; None if they cannot be read.
     processes: use during the run by role; empty for a remote server.
     """
@@ -76,8 +77,8 @@ class Measurement:
         """CPU microseconds per output token by role, the client included; empty for a remote server."""
         if not self.tokens or not self.processes:
             return {}
-        client_s = sum(use.cpu_s for use in self.generators)
-        spent = {name: use.cpu_s for name, use in self.processes.items()} | {"client": client_s}
+        spent = {name: use.cpu_s for name, use in self.processes.items()}
+        spent["client"] = sum(use.cpu_s for use in self.generators)
         return {name: 1e6 * cpu_s / self.tokens for name, cpu_s in spent.items()}
 
     @property
@@ -110,19 +111,19 @@ def measure(
     target, prompts = partial(EnsembleTarget, server.url), partial(Prompts.for_engine, server.engine_folder)
     load = Load(workload, extent, target, prompts)
     root = processes.listener(server.url)
-    before = _scrape(server.metrics_url, settled=False)
-    watch = GaugeWatch(server.metrics_url) if server.metrics_url and before is not None else None
+    before = _scraped(server.metrics_url, scrape.fetch)
+    watch: AbstractContextManager[Gauges] = nullcontext([])
+    if server.metrics_url and before is not None:
+        watch = scrape.watched_gauges(server.metrics_url)
     progress.show(name)
-    with watch or nullcontext():
+    with watch as gauges:
         machine_watch = machine.Watch()
         before_use = processes.use(root) if root else {}
-        result = generator_processes.run(load, generators)
+        result = driver.run(load, generators)
         used = processes.difference(before_use, processes.use(root)) if root else {}
         host_load = machine_watch.load(sum(use.cpu_s for use in used.values()))
-    after = _scrape(server.metrics_url, settled=True)
-    own: ServerSide | None = None
-    if before is not None and after is not None:
-        own = server_side.difference(before, after, watch.samples if watch else [])
+    after = _scraped(server.metrics_url, scrape.settled)
+    own = None if before is None or after is None else scrape.difference(before, after, gauges)
     window = figures.window_of(result.records, result.started_s, extent.warmup_s, extent.duration_s)
     if extent.requests is not None:  # the last may end before the duration does
         last_s = max((record.ended_s for record in result.records), default=window[1])
@@ -148,10 +149,9 @@ def measure_unsaturated(
     name: str, workload: Workload, server: ServerUnderTest, extent: Extent, **options: Any
 ) -> Measurement:
     """As ``measure``; repeat with twice the generator processes while the generator limited the run."""
-    most = max(1, len(machine.cores()) // 2)
     generators = 1
     run = measure(name, workload, server, extent, generators=generators, **options)
-    while self_check.saturated(run.checks) and generators * 2 <= most:
+    while self_check.saturated(run.checks) and generators * 4 <= len(machine.cores()):
         generators *= 2
         other = replace(workload, seed=workload.seed + 1_000_000 * generators)  # those are in the prefix cache now
         run = measure(f"{name}, {generators} generators", other, server, extent, generators=generators, **options)
@@ -166,10 +166,7 @@ def save(runs: list[Measurement], folder: Path, kind: str) -> Path:
     return path
 
 
-def _scrape(url: str | None, settled: bool) -> Metrics | None:
-    if url is None:
-        return None
-    try:
-        return server_side.settled(url) if settled else scrape.fetch(url)
-    except Unavailable:
-        return None
+def _scraped(url: str | None, fetch: Callable[[str], Metrics]) -> Metrics | None:
+    with suppress(Unavailable):
+        return None if url is None else fetch(url)
+    return None

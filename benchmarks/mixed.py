@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import figures, machine, progress, random_model, report
+from benchmarks import checkpoint, figures, machine, progress, report
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
@@ -107,7 +107,7 @@ async def phase(server: ServerUnderTest, prompts: Prompts, streams: int, long: i
 
 def run(engine: str, streams: int, input_tokens: int, seconds: float, rounds: int, out: Path) -> int:
     """Measure, print, write mixed.json. input_tokens: of a long prompt, fewer if the engine takes fewer."""
-    engine, conditions = random_model.named(engine), machine.described()
+    engine, conditions = checkpoint.named(engine), machine.described()
     longest = manifest.load(ENGINES / engine).max_seq_len - LONG_OUTPUT
     if longest < INPUT_TOKENS + OUTPUT_TOKENS:
         raise InvalidArgument("engine", f"must take {INPUT_TOKENS + OUTPUT_TOKENS} tokens, {engine} takes {longest}")
@@ -128,8 +128,7 @@ def run(engine: str, streams: int, input_tokens: int, seconds: float, rounds: in
     ratio = statistics.median(found[BESIDE][RATIO])
     goals = [report.at_most("ITL p99 of p50 beside long prompts", ratio, RATIO_GOAL)]
     print(report.verdicts(goals))
-    lower: dict[str, list[float]] = {}
-    higher: dict[str, list[float]] = {}
+    lower, higher = (dict[str, list[float]]() for _ in range(2))
     for name, values in found.items():
         for figure, of_rounds in values.items():
             what, _, unit = figure.rpartition(", ")

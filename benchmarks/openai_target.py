@@ -1,8 +1,7 @@
 """An OpenAI-compatible server as a target of the load generator: /v1/completions, streamed.
 
 Most servers send text without token ids. Such a chunk counts as one token, and the last delta adds the difference to
-the usage, so that every answer's sum is the server's own count. If a server puts several tokens into a chunk, its
-rates are right and its gaps between tokens are gaps between chunks.
+the usage, so that every answer's sum is the server's own count.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ _BY_HTTP_STATUS = {422: InvalidArgument} | {kind.http_status: kind for kind in e
 
 
 class OpenAITarget(DeltaTarget):
-    """The completions endpoint of one server. Requests are greedy.
+    """The completions endpoint of one server, ``http://HOST:PORT``. Requests are greedy.
 
-    base_url: ``http://HOST:PORT``.
-    model: the model's name at the server.
     extra: fields that this server understands beyond OpenAI's, such as ``ignore_eos``.
     """
 
@@ -50,8 +47,7 @@ class OpenAITarget(DeltaTarget):
 
     async def _read(self, body: dict[str, Any]) -> AsyncGenerator[TokenDelta, None]:
         if self._session is None:
-            # One connection per request: a server may close an idle connection just as the next request is sent on
-            # it, and that is not a failure of the server.
+            # A server may close an idle connection just as the next request is sent on it, which is no failure of it.
             unlimited = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._session = aiohttp.ClientSession(connector=unlimited, timeout=timeout)
@@ -70,10 +66,8 @@ class OpenAITarget(DeltaTarget):
 
 
 async def deltas(lines: AsyncIterable[bytes]) -> AsyncGenerator[TokenDelta, None]:
-    """Decode the events of one answer; the last delta has the finish reason, and the usage if it was sent.
-
-    Raises: EngineFailed for an error event, and for a stream that ends without a finish reason.
-    """
+    """Decode the events of one answer; the last delta has the finish reason, and the usage if it was sent. Raises
+    EngineFailed: an error event, a stream that ends without a finish reason."""
     reason, tokens = None, 0
     usage: Usage | None = None
     async for line in lines:

@@ -31,10 +31,7 @@ WORDS = toml_table.read(Path(__file__).with_suffix(".toml"))
 
 
 def write(kind: str, parts: Mapping[str, Entry], page: Path = PAGE) -> None:
-    """Write the page and its plots.
-
-    parts: by name, as ``benchmarks.suite`` keeps them: figures by ``GROUP: LABEL``, goals, notes, conditions.
-    """
+    """Write the page and its plots. parts: by name, as ``benchmarks.suite`` keeps them, figures by ``GROUP: LABEL``."""
     folder = page.with_suffix("")
     for old in folder.glob("*.svg"):
         old.unlink()
@@ -42,16 +39,10 @@ def write(kind: str, parts: Mapping[str, Entry], page: Path = PAGE) -> None:
     for name, entry in parts.items():
         title, about = _words(name)
         others = f"other processes used {entry['others']:.0%} of the machine"
-        if entry["others"] > OTHERS_SHARE:
-            others = f"**{others}: only ratios mean something here**"
+        others = f"**{others}: only ratios mean something here**" if entry["others"] > OTHERS_SHARE else others
         where = f" (FOLDER: {entry['model']})" if entry.get("model") else ""
-        lines += [
-            "",
-            f"## {title}",
-            about,
-            "",
-            f"`{entry.get('command', name)}`{where} on {entry['when']}, commit {entry['commit']}; {others}.",
-        ]
+        command = f"`{entry.get('command', name)}`{where} on {entry['when']}, commit {entry['commit']}; {others}."
+        lines += ["", f"## {title}", about, "", command]
         for group, rows in groups(entry["figures"]).items():
             better, best = next(iter(rows.values()))["better"], name.startswith("peers")
             lines += ["", f"**{group}** ({better} is better)", "", *table(rows, best)]
@@ -87,26 +78,15 @@ def table(rows: Mapping[str, Any], best: bool = False) -> list[str]:
     columns, names = (list(dict.fromkeys(key[nth] for key in cells)) for nth in (1, 0))
     corner = "streams at once" if all(column.isdecimal() for column in columns) else ""
     if all(column[:1].isdecimal() for column in columns):
-        columns.sort(key=_amount)
+        columns.sort(key=lambda column: (column.partition(" ")[2], float(column.partition(" ")[0])))  # as ``16 paced``
     marked = set()
     for column in columns if best and len(names) > 1 else ():
         of = [key for key in cells if key[1] == column]
         most = max if cells[of[0]]["better"] == HIGHER else min
         marked.add(most(of, key=lambda key: _median(cells[key])))
     lines = [f"| {corner} | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
-    for name in names:
-        shown = [
-            _cell(rounds_of(cells[key]), key in marked) if (key := (name, column)) in cells else ""
-            for column in columns
-        ]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return lines
-
-
-def _amount(column: str) -> tuple[str, float]:
-    """Return the order of a column such as ``16 paced``: by the words, then by the number."""
-    amount, _, words = column.partition(" ")
-    return words, float(amount)
+    shown = {key: _cell(rounds_of(one), key in marked) for key, one in cells.items()}
+    return lines + [f"| {name} | {' | '.join(shown.get((name, column), '') for column in columns)} |" for name in names]
 
 
 def _cell(values: Sequence[float], bold: bool) -> str:
@@ -163,11 +143,8 @@ def _others(entry: Entry) -> str:
 def _best(rows: Mapping[str, Any], ours: str) -> float:
     """Return the best peer's median under the load of one of our figures; 0 without a peer."""
     load = ours.removeprefix("Trident, gRPC")
-    theirs = [
-        _median(one)
-        for label, one in rows.items()
-        if not label.startswith("Trident") and (label.endswith(load) if load else True)
-    ]
+    peers = (label for label in rows if not label.startswith("Trident") and label.endswith(load))
+    theirs = [_median(rows[label]) for label in peers]
     best = max if rows[ours]["better"] == HIGHER else min
     return best(filter(math.isfinite, theirs), default=0.0)
 

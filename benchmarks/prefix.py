@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, machine, measurement, random_model, report
+from benchmarks import checkpoint, figures, machine, measurement, report
 from benchmarks.driver import Extent
 from benchmarks.lengths import Fixed
 from benchmarks.server_process import running_server
@@ -20,9 +20,8 @@ FRESH, SHARED = "fresh", "shared"
 
 def run(engine: str, concurrencies: Sequence[int], rounds: int, out: Path) -> int:
     """Measure, print, write prefix.json. Fresh and shared prompts take turns; what is shared differs between rounds."""
-    engine, conditions = random_model.named(engine), machine.described()
-    first: dict[str, list[float]] = {}
-    cached: dict[str, list[float]] = {}
+    engine, conditions = checkpoint.named(engine), machine.described()
+    first, cached = (dict[str, list[float]]() for _ in range(2))
     extra: dict[str, dict[str, Any]] = {FRESH: {}, SHARED: {"prefix_groups": 1, "prefix_tokens": SHARED_TOKENS}}
     with running_server(engine) as server:
         for n in range(-1, rounds):  # round -1 warms up
@@ -35,9 +34,8 @@ def run(engine: str, concurrencies: Sequence[int], rounds: int, out: Path) -> in
                         measurement.measure(kind, before, server, Extent(None, 0.0, 1))
                     found = measurement.measure(kind, load, server, Extent(None, 0.0, max(8, 2 * at)))
                     if found.figures.failed or found.server is None:
-                        raise EngineFailed(
-                            f"{found.figures.failed} requests failed, metrics: {found.server is not None}"
-                        )
+                        problem = f"{found.figures.failed} requests failed, metrics: {found.server is not None}"
+                        raise EngineFailed(problem)
                     if n >= 0:
                         first.setdefault(f"TTFT p50, ms: {kind}, {at}", []).append(1e3 * found.figures.ttft_s.p50)
                         share = found.server.cached_tokens / found.server.input_tokens

@@ -1,7 +1,4 @@
-"""Measure what the server's processes use: CPU seconds, memory and time waiting for a core, by role.
-
-The server is found by the port it listens on; its stubs and the engine worker are its descendants.
-"""
+"""Measure what the server's processes use: CPU seconds, memory and time waiting for a core, by role."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ import operator
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from contract.errors import EngineFailed
 from server import ports
 
 _STUB = "triton_python_backend_stub"
@@ -28,10 +27,8 @@ ENGINE_ROLES = ("engine worker",)
 class Use:
     """What all processes of one role used since they began.
 
-    cpu_s: user and system time.
+    cpu_s: user and system time; waited_s: seconds their threads were runnable and waited for a core.
     rss_bytes, peak_rss_bytes: resident memory now and at most; shared pages count for each process.
-    processes: how many.
-    waited_s: seconds their threads were runnable and waited for a core.
     """
 
     cpu_s: float
@@ -55,6 +52,13 @@ def listener(url: str) -> int | None:
     return found.pid if found else None
 
 
+def server(url: str) -> int:
+    """Return the pid that listens at HOST:PORT. Raises EngineFailed: none does that is visible here."""
+    if (found := listener(url)) is None:
+        raise EngineFailed(f"no process listens on {url}")
+    return found
+
+
 def role(argv: Sequence[str]) -> str:
     """Return the role of a process of the server, by its command line."""
     if not argv or not argv[0]:
@@ -69,19 +73,19 @@ def role(argv: Sequence[str]) -> str:
 def use(root: int) -> dict[str, Use]:
     """Return what process ``root`` and its descendants have used so far, by role; {} if it has ended."""
     out: dict[str, Use] = {}
-    try:
-        server = psutil.Process(root)
-        family = [server, *server.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return out
-    for process in family:
-        try:
-            with process.oneshot():
-                name, used = role(process.cmdline()), _read(process)
-        except (psutil.Error, OSError):
-            continue  # it has ended meanwhile
-        out[name] = out[name] + used if name in out else used
+    for process in family(root):
+        with suppress(psutil.Error, OSError), process.oneshot():  # it may end meanwhile
+            name, used = role(process.cmdline()), _read(process)
+            out[name] = out[name] + used if name in out else used
     return out
+
+
+def family(root: int) -> list[psutil.Process]:
+    """Return process ``root`` and its descendants; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def total(root: int) -> Use:
@@ -91,14 +95,12 @@ def total(root: int) -> Use:
 
 def difference(before: Mapping[str, Use], after: Mapping[str, Use]) -> dict[str, Use]:
     """Return ``after`` with only the CPU and waiting time since ``before``."""
-    return {
-        name: dataclasses.replace(
-            now,
-            cpu_s=now.cpu_s - before.get(name, NOTHING).cpu_s,
-            waited_s=max(0.0, now.waited_s - before.get(name, NOTHING).waited_s),
-        )
-        for name, now in after.items()
-    }
+    found = {}
+    for name, now in after.items():
+        then = before.get(name, NOTHING)
+        waited = max(0.0, now.waited_s - then.waited_s)
+        found[name] = dataclasses.replace(now, cpu_s=now.cpu_s - then.cpu_s, waited_s=waited)
+    return found
 
 
 def serving_cpu_s(used: Mapping[str, Use]) -> float:
@@ -107,10 +109,7 @@ def serving_cpu_s(used: Mapping[str, Use]) -> float:
 
 
 def waited_s(pid: int | str = "self") -> float:
-    """Return the seconds that a process's living threads were runnable and waited for a core.
-
-    0 where the kernel does not count it. psutil does not report it.
-    """
+    """Return the seconds that a process's living threads waited for a core; 0 where the kernel does not count it."""
     total_ns = 0
     for thread in Path(f"/proc/{pid}/task").glob("[0-9]*"):
         try:
@@ -123,18 +122,13 @@ def waited_s(pid: int | str = "self") -> float:
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds of a process, its ended threads included. Raises OSError if it has ended.
 
-    By the kernel's clock of that process (clock_getcpuclockid): /proc, and so psutil, counts in ticks of 10 ms:
-    a short batch takes few of them.
+    By the kernel's clock of that process (clock_getcpuclockid): /proc, and so psutil, counts in ticks of 10 ms.
     """
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def _read(process: psutil.Process) -> Use:
     pid = process.pid
-    return Use(cpu_s(pid), process.memory_info().rss, _peak_rss_bytes(pid), waited_s=waited_s(pid))
-
-
-def _peak_rss_bytes(pid: int) -> int:
-    """Read VmHWM, which psutil does not report."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # not in psutil
+    peak_bytes = int(peak[1]) * 1024 if peak else 0
+    return Use(cpu_s(pid), process.memory_info().rss, peak_bytes, waited_s=waited_s(pid))

@@ -1,7 +1,4 @@
-"""Make prompt texts of a given number of tokens: random words, or passages of this project's pages.
-
-Both depend on the seed alone; the engine's tokenizer counts their tokens if there is one.
-"""
+"""Make prompt texts of a given number of tokens: random words, or passages of this project's pages."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ class Prompts:
 
 
 class Passages(Prompts):
-    """Prompts of real text: passages of the pages in ``docs/``, each from a random word on.
-
-    What an engine drafts from its prompt is accepted in text of this kind, and hardly ever after random words.
-    """
+    """Prompts of real text, in which drafts are accepted as in service: passages of ``docs/`` from a random word on."""
 
     def _words(self, rng: random.Random) -> Callable[[int], list[str]]:
         known = _page_words()

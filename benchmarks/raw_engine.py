@@ -3,8 +3,7 @@
     python -m benchmarks.raw_engine ENGINE_FOLDER
 
 reads one JSON line per batch, ``{"prompts": [[ids], …], "max_tokens": n, "concurrency": n}``, and answers with one:
-tokens, wall seconds, CPU seconds, and the time to first token of every request. The pipeline is loaded and configured
-as in the engine worker; ``concurrency`` requests run at any time.
+tokens, wall seconds, CPU seconds, and the time to first token of every request. The pipeline is that of the worker.
 """
 
 from __future__ import annotations
@@ -24,13 +23,8 @@ class RawEngine:
     """The process that holds the pipeline; a context manager. Raises EngineFailed: it cannot be loaded."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.raw_engine", str(folder)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command, pipe = [sys.executable, "-m", "benchmarks.raw_engine", str(folder)], subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
         self._answer()
 
     def __enter__(self) -> RawEngine:

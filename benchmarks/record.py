@@ -14,15 +14,11 @@ class Record:
 
     index: number of the request in its workload.
     intended_s: when it was due; latencies count from there, so that a slow generator or server does not hide them.
-    sent_s: when it was sent.
     messages: (instant, new tokens) of every response with tokens.
     transit_s: seconds from a scripted source's write of each token to our read of it; empty for other servers.
-    ended_s: when the answer ended.
-    input_tokens: prompt tokens by the answer's usage; 0 if unknown.
-    usage_tokens: output tokens by the answer's usage; None if unknown.
+    input_tokens, usage_tokens: of prompt and output by the answer's usage; 0 and None if unknown.
     finish_reason: "stop", "length" or "cancelled"; "" if the answer did not end.
-    error: ``ErrorType: message`` of a failed request, else "".
-    retry_after: whether the error told the client when to try again.
+    error: ``ErrorType: message`` of a failed request, else "". retry_after: whether it told when to try again.
     cancelled: whether the load generator cancelled it on purpose.
     timings: the engine's own instants, if they were requested.
     """

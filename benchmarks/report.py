@@ -43,11 +43,16 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
 def medians(found: Mapping[str, Sequence[float]], what: str) -> str:
     """Format figures of several rounds."""
-    rows = [
-        (name, number(statistics.median(of), 2), f"{number(min(of), 2)} to {number(max(of), 2)}")
-        for name, of in found.items()
-    ]
+    rows = []
+    for name, of in found.items():
+        median, low, high = (number(value, 2) for value in (statistics.median(of), min(of), max(of)))
+        rows.append((name, median, f"{low} to {high}"))
     return table(rows, (what, "median", "range"))
+
+
+def ranged(values: Sequence[float]) -> str:
+    """Format the median of ratios and, in brackets, their range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})" if values else "–"
 
 
 def ms(seconds: float) -> str:
@@ -68,9 +73,8 @@ def share(value: float) -> str:
 
 def on(conditions: Mapping[str, object]) -> str:
     """Describe the machine in one line."""
-    return (
-        f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
-    )
+    cores, load = conditions["cores"], conditions["load_average_1min"]
+    return f"{conditions['cpu']}, {cores} cores, load average {load:.1f} before"
 
 
 def at_most(what: str, value: float, bound: float) -> Goal:
@@ -83,9 +87,8 @@ def at_least(what: str, value: float, bound: float) -> Goal:
 
 def verdicts(goals: Sequence[Goal]) -> str:
     """Format figures beside their goals, a line each."""
-    return "\n".join(
-        f"  {'met   ' if met else 'MISSED'}  {what} {bound:g}: {value:.3g}" for what, value, bound, met in goals
-    )
+    marks = {True: "met   ", False: "MISSED"}
+    return "\n".join(f"  {marks[met]}  {what} {bound:g}: {value:.3g}" for what, value, bound, met in goals)
 
 
 def write_json(table: object, folder: Path, kind: str) -> int:
@@ -105,15 +108,17 @@ def disturbance(others: float) -> str:
 
 def of_run(run: Measurement) -> str:
     """Format everything about one run."""
-    figures, workload = run.figures, run.workload
-    conditions = run.conditions
+    figures = run.figures
     parts = [
-        f"{run.name}: {workload['loop']}; {lengths(run)}",
-        f"  {on(conditions)}",
+        f"{run.name}: {run.workload['loop']}; {lengths(run)}",
+        f"  {on(run.conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.cancelled} cancelled",
         *(f"    {count} × {_first(run, name)}" for name, count in figures.errors.items()),
-        *_all_in_warmup(run),
+    ]
+    if run.records and not figures.requests:
+        parts.append(f"  warmup: must end before the load does, all {len(run.records)} requests were sent within it")
+    parts += [
         "",
         table(
             [(_SPREAD_NAMES[name], *_cells(getattr(figures, name))) for name in SPREADS],
@@ -144,13 +149,6 @@ def lengths(run: Measurement) -> str:
 def _first(run: Measurement, error_type: str) -> str:
     """Return the first error of a type, with its message."""
     return next(record.error for record in run.records if record.error_type == error_type)[:200]
-
-
-def _all_in_warmup(run: Measurement) -> list[str]:
-    """Explain a run without figures."""
-    if run.figures.requests or not run.records:
-        return []
-    return [f"  warmup: must end before the load does, all {len(run.records)} requests were sent within it"]
 
 
 def _server(run: Measurement) -> list[str]:
@@ -193,25 +191,15 @@ def _processes(run: Measurement) -> list[str]:
 
 
 def of_sweep(runs: Sequence[Measurement]) -> str:
-    rows = []
+    rows: list[tuple] = []
     for run in runs:
         figures = run.figures
-        rows.append(
-            (
-                run.name,
-                number(figures.output_tokens_per_s, 0),
-                number(figures.requests_per_s, 2),
-                *(ms(getattr(figures.ttft_s, q)) for q in ("p50", "p95", "p99")),
-                *(ms(getattr(figures.itl_s, q)) for q in ("p50", "p99")),
-                ms(figures.latency_s.p50),
-                ms(figures.latency_s.p95),
-                number(figures.goodput_per_s, 2),
-                "yes" if figures.slo_met else "no",
-                number(run.serving_us_per_token, 0),
-                figures.failed,
-                self_check.verdict(run.checks).partition(":")[0].partition(" ")[0],
-            )
-        )
+        ttft, itl, latency = figures.ttft_s, figures.itl_s, figures.latency_s
+        rates = number(figures.output_tokens_per_s, 0), number(figures.requests_per_s, 2)
+        times = map(ms, (ttft.p50, ttft.p95, ttft.p99, itl.p50, itl.p99, latency.p50, latency.p95))
+        slo = number(figures.goodput_per_s, 2), "yes" if figures.slo_met else "no"
+        sound = self_check.verdict(run.checks).partition(":")[0].partition(" ")[0]
+        rows.append((run.name, *rates, *times, *slo, number(run.serving_us_per_token, 0), figures.failed, sound))
     header = ("load", "tok/s", "req/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "e2e p50", "p95", "goodput", "SLO")
     return table(rows, (*header, "CPU µs/tok", "failed", "check"))
 

@@ -1,15 +1,38 @@
-"""Scrape Prometheus metrics, and read and subtract their histograms."""
+"""A server's own metrics of a run: histograms and counters before and after, gauges meanwhile."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from contract import prometheus
 from contract.errors import Unavailable
 from contract.prometheus import Metrics
+
+PHASES = ("tokenize", "queue", "prefill", "first_decode", "detokenize")
+COALESCING_WAIT = "trident_coalescing_wait_seconds"
+LATENCIES = {
+    "ttft": "gen_ai_server_time_to_first_token_seconds",
+    "itl": "trident_inter_token_latency_seconds",
+    "coalescing wait": COALESCING_WAIT,
+    "tpot": "gen_ai_server_time_per_output_token_seconds",
+    "latency": "gen_ai_server_request_duration_seconds",
+}
+_PHASE = "trident_time_to_first_token_phase_seconds"
+_REQUESTS = "trident_requests_total"
+GAUGES = {
+    "running": ("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
+    "waiting": ("nv_trt_llm_request_metrics", {"request_type": "waiting"}),
+    "kv_usage": ("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "fraction"}),
+}
+SETTLE_S, SETTLE_TIMEOUT_S = 0.15, 3.0  # the engine publishes its gauges every 100 ms
+WATCH_EVERY_S = 0.5
+Gauges = list[tuple[float, dict[str, float]]]  # instants on the monotonic clock, and {gauge: value}
 
 
 @dataclass(frozen=True)
@@ -58,27 +81,22 @@ def histogram(metrics: Metrics, name: str, **labels: str) -> Histogram:
     return Histogram(bounds, tuple(reached[bound] for bound in bounds), metrics.value(f"{name}_sum", **labels))
 
 
-class Sampler:
-    """A context manager that calls ``sample`` again and again from a thread of its own."""
+@contextmanager
+def sampling(every_s: float, sample: Callable[[], None]) -> Iterator[None]:
+    """Call ``sample`` again and again, from a thread of its own."""
+    stop = threading.Event()
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s, self._stop = every_s, threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="sampler", daemon=True)
+    def repeat() -> None:
+        while not stop.wait(every_s):
+            sample()
 
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stop.set()
-        self._thread.join(5)
-
-    def sample(self) -> None:
-        raise NotImplementedError
-
-    def _repeat(self) -> None:
-        while not self._stop.wait(self._every_s):
-            self.sample()
+    thread = threading.Thread(target=repeat, name="sampler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(5)
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> Metrics:
@@ -96,3 +114,96 @@ def drafted(metrics_url: str) -> tuple[float, float]:
     metrics = fetch(metrics_url)
     steps, accepted = (f"trident_speculative_{name}_total" for name in ("steps", "accepted_tokens"))
     return metrics.value(steps), metrics.value(accepted)
+
+
+@dataclass(frozen=True)
+class HistogramFigures:
+    """A histogram in seconds; quantiles are interpolated within the server's buckets."""
+
+    count: int
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, found: Histogram) -> HistogramFigures:
+        return cls(round(found.count), found.mean, *(found.quantile(q) for q in (0.5, 0.95, 0.99)))
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """Differences over the run.
+
+    requests, cancellations, errors: counts by finish reason, reason, error type.
+    latencies, phases: by the names of LATENCIES and PHASES.
+    """
+
+    requests: dict[str, int]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    cancellations: dict[str, int]
+    errors: dict[str, int]
+    latencies: dict[str, HistogramFigures]
+    phases: dict[str, HistogramFigures]
+    gauges: Gauges = field(default_factory=list)
+
+    @property
+    def bottleneck(self) -> str:
+        """The phase with the largest mean part of the time to first token; "" without data."""
+        spent = {name: found.mean_s for name, found in self.phases.items() if found.count}
+        return max(spent, key=lambda name: spent[name]) if spent else ""
+
+
+def difference(before: Metrics, after: Metrics, gauges: Gauges | None = None) -> ServerSide:
+    def growth(name: str) -> int:
+        return round(after.value(name) - before.value(name))
+
+    def growth_by(name: str, label: str) -> dict[str, int]:
+        then = before.by_label(name, label)
+        now = {key: round(value - then.get(key, 0.0)) for key, value in after.by_label(name, label).items()}
+        return {key: value for key, value in now.items() if value}
+
+    def spent(name: str, **labels: str) -> HistogramFigures:
+        return HistogramFigures.of(histogram(after, name, **labels) - histogram(before, name, **labels))
+
+    return ServerSide(
+        requests=growth_by(_REQUESTS, "finish_reason"),
+        input_tokens=growth("trident_input_tokens_total"),
+        output_tokens=growth("trident_output_tokens_total"),
+        cached_tokens=growth("trident_cached_prompt_tokens_total"),
+        cancellations=growth_by("trident_cancellations_total", "reason"),
+        errors=growth_by("trident_errors_total", "error_type"),
+        latencies={short: spent(name) for short, name in LATENCIES.items()},
+        phases={phase: spent(_PHASE, phase=phase) for phase in PHASES},
+        gauges=gauges or [],
+    )
+
+
+def settled(url: str) -> Metrics:
+    """Scrape until the number of finished requests no longer grows; return the last scrape."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    metrics = fetch(url)
+    while time.monotonic() < deadline_s:
+        time.sleep(SETTLE_S)
+        metrics, earlier = fetch(url), metrics
+        active = metrics.value("nv_trt_llm_request_metrics", request_type="active")
+        if metrics.value(_REQUESTS) == earlier.value(_REQUESTS) and active == 0:
+            break
+    return metrics
+
+
+@contextmanager
+def watched_gauges(url: str) -> Iterator[Gauges]:
+    """Sample the gauges into the list that it yields."""
+    samples: Gauges = []
+
+    def sample() -> None:
+        with suppress(Unavailable):
+            metrics = fetch(url)
+            now = {name: metrics.value(family, **labels) for name, (family, labels) in GAUGES.items()}
+            samples.append((time.monotonic(), now))
+
+    with sampling(WATCH_EVERY_S, sample):
+        yield samples

@@ -1,7 +1,4 @@
-"""Check whether the figures are sound: compare client and server, and check the load generator itself.
-
-A check without data (no metrics, no timings) is reported as not checked.
-"""
+"""Check whether the figures are sound: compare client and server, and check the load generator itself."""
 
 from __future__ import annotations
 
@@ -13,19 +10,13 @@ import numpy as np
 from benchmarks.driver import GeneratorUse
 from benchmarks.machine import HostLoad
 from benchmarks.record import Record
-from benchmarks.server_side import ServerSide
+from benchmarks.scrape import ServerSide
 
 # The client's TTFT is the server's plus gRPC, the queue before the tokenizer, and the detokenizer. It may exceed the
 # server's by this much, or by this share of the server's own, whichever is larger; it must not be less.
-TTFT_MORE_S = 0.025
-TTFT_MORE_SHARE = 0.25
-TTFT_LESS_S = 0.001
-# The supervisor's liveness probe generates tokens too.
-PROBE_EVERY_S = 1.0
-PROBE_TOKENS = 16
-LAG_P99_S = 0.02
-CPU_SHARE = 0.85
-OTHERS_SHARE = 0.1
+TTFT_MORE_S, TTFT_MORE_SHARE, TTFT_LESS_S = 0.025, 0.25, 0.001
+PROBE_EVERY_S, PROBE_TOKENS = 1.0, 16  # the supervisor's liveness probe generates tokens too
+LAG_P99_S, CPU_SHARE, OTHERS_SHARE = 0.02, 0.85, 0.1
 
 
 @dataclass(frozen=True)

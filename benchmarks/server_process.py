@@ -31,10 +31,8 @@ _CHILD = (
 
 @contextmanager
 def running_server(engine: str, env: Mapping[str, str] | None = None, rest: bool = True) -> Iterator[ServerUnderTest]:
-    """Start a server for ``engines/<engine>`` with ``env`` besides our environment. Raises EngineFailed.
-
-    rest: wait until it has loaded what it does not need for its first tokens.
-    """
+    """Start a server for ``engines/<engine>`` with ``env`` besides our environment; ``rest``: wait until it has loaded
+    what it does not need for its first tokens. Raises EngineFailed."""
     command = [sys.executable, "-m", "server", "--engine", engine, "--free-ports", "--", sys.executable, "-c", _CHILD]
     # The liveness probe's requests would count among ours.
     with process(command, None, {"TRIDENT_CANARY_INTERVAL_S": "86400", **(env or {})}) as child:

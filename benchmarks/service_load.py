@@ -1,6 +1,6 @@
 """What an engine's steps take in service, where requests come one by one: a load, and what it changes of a step model.
 
-The trials of a calibration begin and end together; streams that do so are the fastest.
+The streams of a calibration's trials begin and end together; such streams are the fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import lengths, report, speed
+from benchmarks import lengths, report
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent, drive
 from benchmarks.prompts import PromptSource
@@ -28,8 +28,7 @@ from contract.scheduling import UNDRAFTED_FROM
 from contract.step_model import Point, StepModel
 
 # An open load, of a part of what the engine can do with so many sequences, and a closed loop of so many. Each of a slow
-# engine lasts longer, for as many requests of the open load: with a third of them its steps at 4, 8 and 16 sequences
-# differed by up to a third between two loads of SmolLM2.
+# engine lasts longer: with a third of the requests, steps differed by up to a third between two loads.
 IN_SERVICE, PART = (8, 32), 0.5
 OPEN_REQUESTS, LEAST_S, MOST_S = 120, 12.0, 40.0
 # Loads of steps in service, at most; they are sent until two in turn agree: how fast a shared machine is changes.
@@ -44,8 +43,6 @@ async def served(
 ) -> tuple[list[Record], float]:
     """Send requests as they come in service: to half of what the engine can do with a few sequences, then as many at
     once as make it busy. Return them, and the CPU seconds of a response of the first.
-
-    Each time the texts are others: prompts of earlier loads are in the engine's prefix cache.
 
     serving_s: returns the CPU seconds of the replica beside its engine so far.
     """
@@ -62,10 +59,7 @@ async def served(
 
 
 class _Load:
-    """The requests of a load that were answered.
-
-    context_tokens: of each in the mean, over its answer.
-    """
+    """The requests of a load that were answered. context_tokens: of each in the mean, over its answer."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         answered = [(one, one.timings) for one in records if one.ok and one.messages and one.timings is not None]
@@ -85,7 +79,8 @@ class _Load:
         for record in self.records:
             for (from_s, _), (to_s, tokens) in zip(record.messages, record.messages[1:], strict=False):
                 streams = self.decoding_at(from_s)
-                if streams == self.decoding_at(to_s) and not self._first_token_due(from_s, to_s):
+                due = any(one.sent_s < to_s and one.messages[0][0] > from_s for one in self.records)
+                if streams == self.decoding_at(to_s) and not due:
                     yield streams, to_s - from_s, tokens
 
     def prompts(self) -> Iterator[tuple[int, float, Record]]:
@@ -95,16 +90,10 @@ class _Load:
                 took_s = to_s - from_s
                 yield self.decoding_at(record.messages[0][0] - took_s), took_s, record
 
-    def _first_token_due(self, from_s: float, to_s: float) -> bool:
-        return any(one.sent_s < to_s and one.messages[0][0] > from_s for one in self.records)
-
 
 def in_service(model: StepModel, records: Sequence[Record]) -> StepModel:
-    """Return the model with the steps of an open load, in which requests come one by one, some after a pause.
-
-    Its steps that decode take so many times what the designed ones of as many sequences do, and its prompts what they
-    take more.
-    """
+    """Return the model with the steps of an open load: those that decode by a factor of the designed ones of as many
+    sequences, and its prompts by what they take more."""
     load = _Load(records)
     each, drafted_up_to = load.context_tokens, model.drafted_up_to
     plain, drafted_alone = _decoding_factors(model, load)
@@ -146,8 +135,7 @@ def _decoding_factors(model: StepModel, load: _Load) -> tuple[dict[int, float], 
     """Return how many times what the model says steps take: plain ones by the logarithm to base 2 of how many streams
     decode, and those with drafts of one stream, None where too few were seen.
 
-    Where the engine drafts, of the streams that it may draft for only messages of several tokens to one alone tell how
-    long a step took: others may be of either kind.
+    Of streams that the engine may draft for, only messages of several tokens to one alone are surely of a draft.
     """
     undrafted_from = UNDRAFTED_FROM if model.drafted_up_to else 0
     # Seconds, and what the model says.
@@ -164,17 +152,16 @@ def _decoding_factors(model: StepModel, load: _Load) -> tuple[dict[int, float], 
 
 
 def settled(
-    model: StepModel, served: Callable[[], tuple[list[Record], float]], reference_s: Callable[[int], float]
+    model: StepModel, served: Callable[[], tuple[list[Record], float]], reference_s: Callable[..., float]
 ) -> StepModel:
     """Return the model with the steps in service of two loads that agree, of the last two where none do.
 
     served: sends a load and returns its requests and the CPU seconds of a response.
-    reference_s: measures so many rounds of the reference trials. They run before each load and after the last, and tell
-        how fast the machine was while it served the loads that count.
+    reference_s: measures the reference trials, in so many rounds if given, before each load and after the last.
     """
     rounds: list[tuple[StepModel, list[Record], float]] = []
     # More rounds at first: the server of a resumed calibration may not have met these lengths.
-    references, differ = [reference_s(speed.ROUNDS)], math.inf
+    references, differ = [reference_s()], math.inf
     while differ > AGREED and len(rounds) < SERVICE_ROUNDS:
         records, response_cpu_s = served()
         references.append(reference_s(1))
@@ -204,13 +191,11 @@ def _ratio(gaps: list[tuple[float, float]]) -> float:
 
 
 def _prompts_factor(model: StepModel, steps: Sequence[Point]) -> float:
-    """Return the factor of the model's prompt terms at which it agrees with the measured steps, from LEAST to MOST.
+    """Return the factor of the model's prompt terms at which it agrees with the measured steps, from LEAST to MOST; 1
+    where no number of streams has ``PROBES`` steps.
 
     It agrees when the median errors (logarithms), one for each number of streams in powers of two, have a mean of 0:
-    a closed loop makes many more steps than few streams do and would decide alone. Medians leave out what other work on
-    the machine stretches. 1 where no number of streams has ``PROBES`` steps.
-
-    steps: with a prompt beside streams.
+    a closed loop makes many more steps than few streams do and would decide alone. steps: with a prompt beside streams.
     """
     levels: dict[int, list[Point]] = {}
     for step in steps:

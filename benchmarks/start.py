@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import figures, machine, processes, progress, random_model, report
+from benchmarks import checkpoint, figures, machine, processes, progress, report
 from benchmarks.driver import Extent, drive
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
@@ -31,10 +31,7 @@ IDLE, STREAM = "MiB: an idle replica", "MiB: a stream"
 
 def replica(url: str) -> list[psutil.Process]:
     """Return the living processes of a replica that we started: tritonserver, what is below it, and its supervisors."""
-    root = processes.listener(url)
-    if root is None:
-        raise EngineFailed(f"no process listens on {url}")
-    server = psutil.Process(root)
+    server = psutil.Process(processes.server(url))
     above = [one for one in server.parents() if os.getpid() in [parent.pid for parent in one.parents()]]
     return [server, *above, *server.children(recursive=True)]
 
@@ -64,15 +61,14 @@ async def measured(server: ServerUnderTest, began_s: float, streams: int, number
                 return found | {RESTART: time.monotonic() - killed_s}
             except TridentError as error:
                 if time.monotonic() - killed_s > RESTART_LIMIT_S:
-                    raise EngineFailed(
-                        f"no token {RESTART_LIMIT_S:g} s after the engine was killed: {error}"
-                    ) from error
+                    problem = f"no token {RESTART_LIMIT_S:g} s after the engine was killed: {error}"
+                    raise EngineFailed(problem) from error
                 await asyncio.sleep(0.05)
 
 
 def run(engine: str, streams: int, rounds: int, out: Path) -> int:
     """Measure, print, write start.json."""
-    engine, conditions = random_model.named(engine), machine.described()
+    engine, conditions = checkpoint.named(engine), machine.described()
     found: dict[str, list[float]] = {}
     for number in range(rounds):
         progress.show(f"start {number + 1} of {rounds}")

@@ -1,9 +1,8 @@
-"""Trials that measure how long single steps of an engine take on a running replica.
+"""Trials that measure how long single steps of an engine take on a running replica, with clients and Triton around it.
 
 Each trial is one design point. Decoding: so many streams at once, from the time when all have their first token until
 the first ends. Prefill: prompts of one token's answer, one after the other, beside so many streams; the engine's own
-timings say how long the step with the prompt took. Clients, Triton and tokenizers run meanwhile as they do in service,
-so what they take from the engine on this machine is in the figures.
+timings say how long the step with the prompt took.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one trial measured.
+    """What one trial measured. request_s: a request's time outside the engine's steps, of prompts alone; else None.
 
-    request_s: a request's time outside the engine's steps, of prompts alone; else None.
     sent: times that tokens were sent, for each step.
     stretches: of requests that were drafted for alone, the acceptance of each (``StepModel.acceptance``).
     """
@@ -109,6 +107,13 @@ def reference(engine: EngineManifest) -> list[Trial]:
     return [decoding_[n] for n in chosen] + alone[middle : middle + 1]
 
 
+def by_trial(outcomes: Sequence[Outcome]) -> dict[Trial, list[Outcome]]:
+    found: dict[Trial, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.trial, []).append(outcome)
+    return found
+
+
 class NotTogether(EngineFailed):
     """The streams of a trial had no step in common."""
 
@@ -145,29 +150,25 @@ class Experiment:
         return found
 
     async def run(self, trials: Sequence[Trial], rounds: int, until_s: float) -> None:
-        """Measure every trial ``rounds`` times, or end at ``until_s`` (time.monotonic).
-
-        Raises TridentError: the replica failed.
-        """
-        for round_ in range(rounds):
-            for number, trial in enumerate(trials, 1):
-                if sum(outcome.trial == trial for outcome in self.outcomes) > round_:
-                    continue
-                if time.monotonic() > until_s:
-                    return
-                progress.show(f"round {round_ + 1} of {rounds}, trial {number} of {len(trials)}: {trial}")
-                measure = self._prefill if trial.prefill else self._draft if trial.drafted else self._decode
-                try:
-                    outcome = await measure(trial)
-                except NotTogether as error:
-                    if self._engine.max_seq_len - trial.prompt >= 2 * ANSWER:
-                        raise
-                    print(f"  left out, as max_seq_len is {self._engine.max_seq_len}: {trial}: {error}")
-                    self.left_out.add(trial)
-                    continue
-                self.outcomes.append(outcome)
-                with self._path.open("a") as file:
-                    file.write("\n" + json.dumps(self._key | asdict(outcome)))
+        """Measure every trial ``rounds`` times, or end at ``until_s`` (time.monotonic). Raises TridentError."""
+        for round_, (number, trial) in itertools.product(range(rounds), enumerate(trials, 1)):
+            if sum(outcome.trial == trial for outcome in self.outcomes) > round_:
+                continue
+            if time.monotonic() > until_s:
+                return
+            progress.show(f"round {round_ + 1} of {rounds}, trial {number} of {len(trials)}: {trial}")
+            measure = self._prefill if trial.prefill else self._draft if trial.drafted else self._decode
+            try:
+                outcome = await measure(trial)
+            except NotTogether as error:
+                if self._engine.max_seq_len - trial.prompt >= 2 * ANSWER:
+                    raise
+                print(f"  left out, as max_seq_len is {self._engine.max_seq_len}: {trial}: {error}")
+                self.left_out.add(trial)
+                continue
+            self.outcomes.append(outcome)
+            with self._path.open("a") as file:
+                file.write("\n" + json.dumps(self._key | asdict(outcome)))
 
     async def _decode(self, trial: Trial) -> Outcome:
         """Measure streams as long as answers usually are, from a pause: the first steps after one are the slowest."""
@@ -198,13 +199,11 @@ class Experiment:
     async def _draft(self, trial: Trial) -> Outcome:
         """Measure steps that draft for the few requests that there are, and, of one, what is accepted.
 
-        Where it rejected the drafts of earlier trials, the engine drafts for none until texts repeat themselves, or for
-        ``scheduling.RETRY_AFTER`` requests, and never for as many as its processor loses by; a request without drafts
-        tells nothing of them.
+        After rejections the engine drafts for none until texts repeat themselves, or for ``scheduling.RETRY_AFTER``
+        requests, and never for as many as its processor loses by; a request without drafts tells nothing of them.
         """
         alone, began_s = trial.sequences == 1, time.monotonic()
-        measured: list[tuple[Point, float, list[float]]] = []
-        drafted: list[tuple[Point, float, list[float]]] = []
+        measured, drafted = (list[tuple[Point, float, list[float]]]() for _ in range(2))
         count, tokens = TEXTS if alone else PROBES, min(TEXT if alone else ANSWER, self._engine.max_seq_len // 2)
         while len(drafted) < count and len(measured) < count + RETRY_AFTER // trial.sequences:
             if len(drafted) >= TEXTS // 2 and time.monotonic() - began_s > TEXTS_S:
@@ -236,8 +235,7 @@ class Experiment:
         longest = min(engine.max_seq_len, (cache - engine.max_seq_len) // n if n else engine.max_seq_len) - trial.prompt
         streams = [Record(index, time.monotonic()) for index in range(n)]
         tasks = [asyncio.create_task(self._send(trial.prompt, longest - 8, record)) for record in streams]
-        points: list[tuple[Point, float]] = []
-        requests_s: list[float] = []
+        points, requests_s = list[tuple[Point, float]](), list[float]()
         try:
             await self._begun(streams, tasks)
             for _ in range(PROBES):
@@ -281,14 +279,12 @@ class Experiment:
         return record
 
 
-def decoding(records: list[Record], others: list[Record] | None = None) -> tuple[Point, float]:
+def decoding(records: Sequence[Record], others: Sequence[Record] = ()) -> tuple[Point, float]:
     """Return the mean step of streams from the last one's first token to the first one's end, and how many times tokens
-    were sent for each step. others: that have to end before it.
-
-    Raises NotTogether.
+    were sent for each step. others: that have to end before it. Raises NotTogether.
     """
-    begin_s, end_s = max(r.messages[0][0] for r in records), min(r.messages[-1][0] for r in records)
-    begin_s = max([begin_s, *(other.ended_s for other in others or ())])
+    end_s = min(record.messages[-1][0] for record in records)
+    begin_s = max([*(record.messages[0][0] for record in records), *(other.ended_s for other in others)])
     spans_s, tokens, messages, context = 0.0, 0, 0, 0.0
     for record in records:
         before = sum(count for at_s, count in record.messages if at_s < begin_s)
@@ -314,7 +310,7 @@ def stretches(messages: Sequence[tuple[float, int]], steps: float, draft_tokens:
 
     messages: of a stream alone, when and how many tokens; the first is of no draft, the last may be cut off at its end.
     steps: that drafted for it; where a message holds the tokens of several, each holds as many. A step that goes beyond
-    a stretch counts in each by its tokens there, so that the stretches together have all steps.
+    a stretch counts in each by its tokens there.
     """
     counts, position = [[0, 0.0] for _ in step_model.STRETCHES], messages[0][1]
     bounds = list(itertools.pairwise((*step_model.STRETCHES, math.inf)))
@@ -324,10 +320,8 @@ def stretches(messages: Sequence[tuple[float, int]], steps: float, draft_tokens:
                 count[0], count[1] = count[0] + int(inside), count[1] + inside / tokens
         position += tokens
     each = steps / max(1, len(messages) - 1)
-    found = [
-        round(acceptance_of(tokens / sent / each, draft_tokens), 3) if each else 0.0 for tokens, sent in counts if sent
-    ]
-    return found or [0.0]
+    reached = [tokens / sent for tokens, sent in counts if sent]
+    return [round(acceptance_of(made / each, draft_tokens), 3) if each else 0.0 for made in reached] or [0.0]
 
 
 def check_serves(server: ServerUnderTest, name: str, digest: str) -> None:

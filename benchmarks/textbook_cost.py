@@ -1,7 +1,7 @@
 """Measure what a response and a token cost in our ensembles and in a textbook one (``benchmarks/textbook``), in turn.
 
-All have the same engine, which computes nothing and makes a token for every sequence at a fixed pace; at pace 0 the
-table shows how much one replica can pass. Counted is the CPU of tritonserver and its stubs.
+All have an engine that computes nothing and makes a token for every sequence at a fixed pace; at pace 0 the table shows
+how much one replica can pass. Counted is the CPU of tritonserver and its stubs.
 """
 
 from __future__ import annotations
@@ -11,30 +11,26 @@ import os
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import figures, machine, report
-from benchmarks.child_process import ROOT, process
+from benchmarks.child_process import ROOT, process, wait_until_answers
 from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, in_turns
-from benchmarks.engine_target import EngineTarget
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from benchmarks.server_process import ENGINES
-from benchmarks.target import DeltaStream, EnsembleTarget
+from benchmarks.target import DeltaStream, EngineTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
 from clients.wire import infer_request
 from clients.wire.connection import DEFAULT_MODEL
 from contract import manifest, packed_delta
-from contract.errors import EngineFailed, TridentError
 from contract.generation import TokenDelta
 from server import installation, ports, shared_memory, triton_command
-from server.admin import fetch
 from server.repository import read_pipeline
 from server.settings import PORT_FIELDS, Settings
 
@@ -42,10 +38,7 @@ TEXTBOOK, PACKED, EACH = "textbook", "packed", ", 1 token/msg"
 OURS = {"ensemble": DEFAULT_MODEL, PACKED: packed_delta.MODEL}
 CEILING_GOAL = 20_000.0  # tokens/s with an engine that costs nothing
 Cost = Callable[[Batch], float]
-_COSTS: dict[str, Cost] = {  # µs
-    "response": lambda batch: batch.serving_us * batch.tokens / batch.messages,
-    "token": lambda batch: batch.serving_us,
-}
+_COSTS: dict[str, Cost] = {"response": lambda batch: batch.response_us, "token": lambda batch: batch.serving_us}
 INPUT_TOKENS, START_S = 64, 60.0
 _MOCK = "from benchmarks.mock_engine import TritonPythonModel  # noqa: F401\n"
 # SCHED_BATCH (3), as the supervisor starts its own, so that the two differ in nothing else.
@@ -85,14 +78,7 @@ def triton(repository: Path, engine: str, env: Mapping[str, str]) -> Iterator[Se
         log = folder / "log"
         stack.callback(shared_memory.clean, prefix)
         child = stack.enter_context(process([sys.executable, "-c", _EXEC, *argv], log, variables, pipe_output=False))
-        until_s = time.monotonic() + START_S
-        while True:
-            with suppress(TridentError):
-                fetch(f"{settings.http_url}/v2/models/ensemble/ready", timeout_s=2.0)
-                break
-            if child.poll() is not None or time.monotonic() > until_s:
-                raise EngineFailed(f"tritonserver does not serve {repository}:\n{log.read_text()[-3000:]}")
-            time.sleep(0.1)
+        wait_until_answers(f"{settings.http_url}/v2/models/ensemble/ready", child, log, START_S)
         yield ServerUnderTest(settings.grpc_url)
 
 
@@ -125,7 +111,7 @@ def described(found: dict[int, dict[str, list[Batch]]]) -> str:
             cells = []
             for cost in _COSTS.values():
                 ratios = _ratios(cost, batches, paths[TEXTBOOK])
-                cells += [report.number(statistics.median(map(cost, batches))), _range(ratios)]
+                cells += [report.number(statistics.median(map(cost, batches))), report.ranged(ratios)]
             rates = [(b.tokens / b.messages, b.messages / b.wall_s, b.tokens_per_s) for b in batches]
             cells += [report.number(statistics.median(values), 2) for values in zip(*rates, strict=True)]
             rows.append((name, concurrency, *cells))
@@ -161,12 +147,6 @@ def goals(found: dict[int, dict[str, list[Batch]]], step_ms: float) -> list[repo
             speed = statistics.median(batch.tokens_per_s for batch in paths[PACKED])
             out.append(report.at_least(f"tokens/s at {at}", speed, CEILING_GOAL))
     return out
-
-
-def _range(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def run(engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, rounds: int, out: Path) -> int:

@@ -19,8 +19,6 @@ class PlannedRequest:
     """Hold one request, ready to be sent.
 
     index: its number in the workload.
-    prompt: text.
-    max_tokens: length of the answer.
     cancel_after_tokens: the client cancels after so many tokens; None reads the whole answer.
     ignore_eos: generate exactly max_tokens.
     stream: one response per step, else one for the whole answer.
@@ -38,15 +36,11 @@ class PlannedRequest:
 class Workload:
     """Describe a load. Exactly one of concurrency and arrivals is set. Decoding is greedy.
 
-    concurrency: requests in flight at any time (closed loop).
-    arrivals: instants of an open loop.
-    input_tokens, output_tokens: distributions of the lengths.
+    concurrency: requests in flight at any time (closed loop). arrivals: instants of an open loop.
     prefix_groups, prefix_tokens: prompts share one of so many prefixes of so many tokens (part of the input tokens).
     cancel_fraction: share of requests that the client cancels midway.
-    ignore_eos: answers have exactly the drawn length.
-    stream: streamed answers, else whole ones.
+    ignore_eos, stream: as in PlannedRequest.
     stagger_s: seconds over which a closed loop starts its first requests, at random.
-    seed: of every random choice.
     """
 
     concurrency: int | None = None
@@ -63,9 +57,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.arrivals is None):
-            raise InvalidArgument(
-                "concurrency", "exactly one of concurrency (closed loop) and arrivals (open loop) must be set"
-            )
+            problem = "exactly one of concurrency (closed loop) and arrivals (open loop) must be set"
+            raise InvalidArgument("concurrency", problem)
         if self.concurrency is not None and not 1 <= self.concurrency <= MOST_AT_ONCE:
             problem = f"must be a whole number from 1 to {MOST_AT_ONCE}, got {self.concurrency}"
             raise InvalidArgument("concurrency", problem)
@@ -87,24 +80,23 @@ class Workload:
     def request(self, index: int, prompts: PromptSource, arrival: Arrival | None = None) -> PlannedRequest:
         """Make request number ``index``. It depends on seed, index and arrival only, not on earlier requests."""
         rng = random.Random(f"{self.seed} request {index}")
-        input_tokens = self.input_tokens.draw(rng)
-        output_tokens = self.output_tokens.draw(rng)
+        input_tokens, output_tokens = self.input_tokens.draw(rng), self.output_tokens.draw(rng)
         if arrival is not None:
             input_tokens = arrival.input_tokens or input_tokens
             output_tokens = arrival.output_tokens or output_tokens
         cancels = rng.random() < self.cancel_fraction
         cancel_after = rng.randint(1, max(1, output_tokens - 1)) if cancels else None
-        prefix = self._prefix(rng.randrange(self.prefix_groups), prompts) if self.prefix_groups else ""
+        prefix = ""
+        if self.prefix_groups:
+            group = random.Random(f"{self.seed} prefix {rng.randrange(self.prefix_groups)}")
+            prefix = prompts.text(group, self.prefix_tokens)
         prompt = prompts.text(rng, input_tokens, prefix)
         return PlannedRequest(index, prompt, output_tokens, cancel_after, self.ignore_eos, self.stream)
-
-    def _prefix(self, group: int, prompts: PromptSource) -> str:
-        return prompts.text(random.Random(f"{self.seed} prefix {group}"), self.prefix_tokens)
 
     def described(self) -> dict[str, object]:
         """Return the settings for reports."""
         loop = f"closed, concurrency {self.concurrency}" if self.concurrency else f"open, {self.arrivals}"
         named = {"input_tokens": str(self.input_tokens), "output_tokens": str(self.output_tokens), "loop": loop}
-        rest = {name: getattr(self, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction", "seed")}
-        flags = {"ignore_eos": self.ignore_eos, "stream": self.stream}
-        return named | rest | flags | {"replays_trace": isinstance(self.arrivals, Trace)}
+        rest = ("prefix_groups", "prefix_tokens", "cancel_fraction", "seed", "ignore_eos", "stream")
+        named |= {name: getattr(self, name) for name in rest}
+        return named | {"replays_trace": isinstance(self.arrivals, Trace)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +17,12 @@ from evals.task import Task
 
 KEPT_CHARACTERS = 4000
 GIVE_UP_AFTER = 8  # failures of a task one after the other: the endpoint is gone
-SCORES: Mapping[str, Callable[..., float]] = {
-    "schema": checks.schema,
-    "tools": checks.tools,
-    "instructions": checks.instructions,
-}
+SCORES = {"schema": checks.schema, "tools": checks.tools, "instructions": checks.instructions}
 
 
 @dataclass
 class Endpoint:
-    """An OpenAI endpoint with bounded tries.
-
-    url: ends with /v1. timeout_s, tries: of one request. price: input and output, for each 1,000 tokens.
-    """
+    """An OpenAI endpoint, up to /v1. timeout_s, tries: of one request. price: input and output, of 1,000 tokens."""
 
     url: str
     model: str
@@ -80,10 +73,8 @@ def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
     turns = case.get("messages") or [{"role": "user", "content": case["prompt"]}]
     request = {"messages": turns, "extra_body": task.settings.get("request", {})}
     if task.kind == "schema":
-        request["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": case["schema"], "strict": True},
-        }
+        schema = {"name": "answer", "schema": case["schema"], "strict": True}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
     if task.kind == "tools":
         request |= {"tools": case["tools"], "tool_choice": case.get("tool_choice", "auto")}
     began_s = time.monotonic()

@@ -89,10 +89,7 @@ def refused(text: str, finish_reason: str = "stop") -> bool:
 
 
 def _equal(value: Any, expected: Any, exact: bool = False) -> bool:
-    """Whether both are equal; texts are compared without case and surrounding blanks and full stops.
-
-    exact: an object has no further fields.
-    """
+    """Whether both are equal, texts without case and surrounding blanks and full stops. exact: no further fields."""
     if isinstance(expected, Mapping):
         if not isinstance(value, Mapping) or (exact and value.keys() != expected.keys()):
             return False

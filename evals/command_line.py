@@ -22,7 +22,7 @@ from benchmarks.server_process import ENGINES
 from clients.command_line import number, seconds
 from contract import gate_result, interpreter, manifest, toml_table
 from contract.errors import InvalidArgument, TridentError, Unavailable
-from evals import chat_run, curate, gate, json_lines, judge, lm_eval_run, results, task
+from evals import chat_run, curate, gate, judge, lm_eval_run, results, task
 from evals.chat_run import Endpoint
 from evals.judge import Judged
 from evals.results import Results, Target, TaskResult
@@ -126,19 +126,14 @@ def _all(endpoint: Endpoint, tasks: Sequence[task.Task], options: argparse.Names
             skipped |= {one.name: why for one in group}
         elif group:
             cases |= lm_eval_run.run(endpoint, group, options.folder, options.limit)
+    found = {}
     for one in tasks:
         if one.runner == task.CHAT:
             cases[one.name] = list(chat_run.run(endpoint, one, options.limit))
-    return {
-        one.name: TaskResult(
-            kind=one.kind,
-            about=one.about,
-            sha256=one.sha256,
-            skipped=skipped.get(one.name, ""),
-            cases=cases.get(one.name, ()),
-        )
-        for one in tasks
-    }
+        told: dict[str, Any] = {"kind": one.kind, "about": one.about, "sha256": one.sha256}
+        told |= {"skipped": skipped.get(one.name, ""), "cases": cases.get(one.name, ())}
+        found[one.name] = TaskResult(**told)
+    return found
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -152,15 +147,14 @@ def ask_judge(options: argparse.Namespace) -> int:
     sides = results.read(options.baseline), results.read(options.candidate)
     names = list(filter(None, options.tasks.split(",")))
     tasks = [one for one in task.read(options.folder, names) if names or one.kind in ("exact", "instructions")]
-    rubric, labelled = json_lines.read(options.rubric), judge.labels(options.labels)
+    rubric, labelled = task.text(options.rubric), judge.labels(options.labels)
     with _endpoint(options) as endpoint:
         found = judge.judge(endpoint, rubric, *sides, tasks, labelled, options.kappa)
     _write(options.out, found.model_dump_json(indent=1) + "\n")
     better, worse = (list(found.verdicts.values()).count(score) for score in (1, -1))
     kappa = "none" if found.kappa is None else f"{found.kappa:.2f}"
-    counts = (
-        "counts" if found.counts else f"does not count (from {options.kappa:g} and {judge.FEWEST_LABELS} labels on)"
-    )
+    from_on = f"from {options.kappa:g} and {judge.FEWEST_LABELS} labels on"
+    counts = "counts" if found.counts else f"does not count ({from_on})"
     print(f"{found.model} agrees with {found.labels} labels at kappa {kappa}, and {counts}")
     print(f"candidate better {better}, worse {worse}, of {len(found.verdicts)} pairs; {found.failed} not answered")
     return 0

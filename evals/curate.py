@@ -16,7 +16,7 @@ import yaml
 
 from contract import redaction
 from contract.errors import InvalidArgument
-from evals import chat_run, checks, json_lines, task
+from evals import chat_run, checks, task
 from evals.results import Case, Results, Target, TaskResult
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
@@ -74,12 +74,11 @@ def curate(options: argparse.Namespace) -> int:
         lines = [json.dumps(case, sort_keys=True) for case in chosen if ("schema" in case) == (kind == "schema")]
         files[f"{stem}-{kind}.yaml"] = yaml.safe_dump({"kind": kind, "about": f"samples, {stem}"})
         files[f"{stem}-{kind}.jsonl"] = "\n".join(lines) + "\n"
+    kept = ("seed", "size", "since", "until", "pairs", *_FILTERS)
     manifest: dict[str, Any] = {
         "name": stem,
-        "options": {
-            name: str(getattr(options, name)) for name in ("seed", "size", "since", "until", "pairs", *_FILTERS)
-        },
-        "sources": {_sha256(json_lines.read(path)): path.name for path in options.samples},
+        "options": {name: str(getattr(options, name)) for name in kept},
+        "sources": {_sha256(task.text(path)): path.name for path in options.samples},
         "cases": len(chosen),
         "reasons": Counter(case["provenance"]["reasons"][0] for case in chosen),
         "left_out": +left_out,
@@ -140,14 +139,14 @@ def _side(side: str, tasks: Sequence[task.Task], samples: Mapping[str, Any], cre
             answer = samples[case["id"]] if side == "baseline" else samples[case["id"]]["pair"]
             pools.add(answer["pool"])
             output = answer["output"]
-            score, refused = chat_run.SCORES[one.kind](case, output), checks.refused(output, "stop")
+            score, refused = chat_run.SCORES[one.kind](case, output), checks.refused(output)
             cases.append(Case(id=case["id"], score=score, output=output, refused=refused))
         found[one.name] = TaskResult(kind=one.kind, about=one.about, sha256=one.sha256, cases=cases)
     return Results(created=created, target=Target(url="", model=", ".join(sorted(pools))), tasks=found)
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for place, sample in json_lines.objects(path, json_lines.read(path)):
+    for place, sample in task.lines(path, task.text(path)):
         missing = [name for name in ("id", "time", "reasons", *_FILTERS.values()) if name not in sample]
         if missing:
             raise InvalidArgument(f"{place}: {missing[0]}", "must be set, as `samples export` writes it")

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from contract.errors import InvalidArgument
 from contract.gate_result import FAIL, PASS, UNDECIDED
 from contract.paired_scores import Paired, compare, holm
 from evals import results
-from evals.results import Case, Results
+from evals.results import Case, Results, Strict
 
 NOT_SHOWN = "no loss shown"  # of a metric that can only fail
 _Loss = Annotated[float, Field(ge=0, lt=1)]
@@ -24,7 +24,7 @@ _RATIOS = {"length": ("tokens", 1.0), "latency": ("latency_s", 1e-3), "cost": ("
 _RATIO_REACH = math.log(2)
 
 
-class Rules(BaseModel):
+class Rules(Strict):
     """What the candidate may lose.
 
     alpha: probability of a wrong fail, and of a wrong pass. power: with which the cases needed decide.
@@ -33,7 +33,6 @@ class Rules(BaseModel):
         verdicts, where there are any. length, latency, cost: times as much, in the geometric mean of the cases.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
     power: Annotated[float, Field(ge=0.5, lt=1)] = 0.8
     quality: _Loss = 0.05
@@ -73,9 +72,7 @@ class Verdict:
 
 def gate(baseline: Results, candidate: Results, rules: Rules, judged: Sequence[float] | None = None) -> Verdict:
     """Return the verdict on the candidate. judged: 1, 0, -1 for each case that a judge found better, equal or worse.
-
-    Raises InvalidArgument where the two did not run the same tasks, or a task of the rules was not run.
-    """
+    Raises InvalidArgument where the two did not run the same tasks, or a task of the rules was not run."""
     pairs = results.pairs(baseline, candidate)
     for name in rules.tasks:
         if not pairs.get(name):
@@ -89,9 +86,8 @@ def gate(baseline: Results, candidate: Results, rules: Rules, judged: Sequence[f
 def decide(metrics: Sequence[Metric], alpha: float, power: float) -> Verdict:
     """Return the verdict on some metrics.
 
-    It fails if one of them is shown to have lost more than its margin, by Holm's test over all of them, so that a good
-    candidate fails with probability alpha at most. It passes if every required one is shown, each with alpha, to have
-    lost less; a bad one passes with probability alpha at most, because all of them have to agree.
+    It fails if one of them is shown to have lost more than its margin, by Holm's test over all: a good candidate fails
+    with probability alpha at most. It passes if every required one is shown, each with alpha, to have lost less.
     """
     found = {one.name: compare(one.differences, one.margin, one.reach, alpha=alpha, power=power) for one in metrics}
     lost = holm({one.name: _probability(one, found[one.name]) for one in metrics}, alpha)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from contract import toml_table
 from contract.errors import InvalidArgument
-from evals import json_lines, results
+from evals import results, task
 from evals.chat_run import Endpoint
-from evals.results import Results
+from evals.results import Results, Strict
 from evals.task import Task
 
 FOLDER = Path(__file__).resolve().parent / "judge_labels"
@@ -23,24 +24,22 @@ FEWEST_LABELS = 20
 _SCORES = {"a": -1, "tie": 0, "b": 1}
 
 
-class Label(BaseModel):
+class Label(Strict):
     """Two answers to a prompt, and which one people found better."""
 
-    model_config = ConfigDict(extra="forbid")
     prompt: str
     a: str
     b: str
     label: Literal["a", "tie", "b"]
 
 
-class Said(BaseModel):
+class Said(Strict):
     """What the judge must answer with: no free text, whose length a grammar can only bound at a cost in each token."""
 
-    model_config = ConfigDict(extra="forbid")
     better: Literal["first", "second", "neither"]
 
 
-class Judged(BaseModel):
+class Judged(Strict):
     """What a judge said of two runs, for the gate.
 
     kappa: Cohen's, of the judge with ``labels`` labelled pairs; None where both say the same of all.
@@ -48,7 +47,6 @@ class Judged(BaseModel):
     failed: pairs that it did not answer.
     """
 
-    model_config = ConfigDict(extra="forbid")
     baseline_sha256: str
     candidate_sha256: str
     model: str
@@ -66,8 +64,7 @@ class Judged(BaseModel):
 
 def labels(path: Path) -> list[Label]:
     """Return the labelled pairs of a JSONL file. Raises InvalidArgument that names the line."""
-    lines = json_lines.objects(path, json_lines.read(path))
-    return [toml_table.checked(Label, table, place) for place, table in lines]
+    return [toml_table.checked(Label, table, place) for place, table in task.lines(path, task.text(path))]
 
 
 def judge(
@@ -82,18 +79,17 @@ def judge(
     """Ask the judge about the labelled pairs, and about every pair of answers to the tasks."""
     pairs = results.pairs(baseline, candidate)
     asked = {}
-    for task in tasks:
-        if task.name in pairs and task.sha256 != baseline.tasks[task.name].sha256:
-            raise InvalidArgument("folder", f"must have the task {task.name} as it was run, got another one")
-        prompts = {case["id"]: str(asks) for case in task.cases if (asks := case.get("prompt") or case.get("question"))}
-        for one, two in pairs.get(task.name, ()):
+    for of in tasks:
+        if of.name in pairs and of.sha256 != baseline.tasks[of.name].sha256:
+            raise InvalidArgument("folder", f"must have the task {of.name} as it was run, got another one")
+        prompts = {case["id"]: str(asks) for case in of.cases if (asks := case.get("prompt") or case.get("question"))}
+        for one, two in pairs.get(of.name, ()):
             if not one.error and not two.error and one.id in prompts:
-                asked[f"{task.name}/{one.id}"] = (prompts[one.id], one.output, two.output)
+                asked[f"{of.name}/{one.id}"] = (prompts[one.id], one.output, two.output)
     with ThreadPoolExecutor(endpoint.concurrency) as threads:
         known = threads.map(lambda label: _verdict(endpoint, rubric, label.prompt, label.a, label.b), labelled)
-        said = dict(
-            zip(asked, threads.map(lambda pair: _verdict(endpoint, rubric, *pair), asked.values()), strict=True)
-        )
+        heard = threads.map(lambda pair: _verdict(endpoint, rubric, *pair), asked.values())
+        said = dict(zip(asked, heard, strict=True))
         agreed = [(_SCORES[label.label], of) for label, of in zip(labelled, known, strict=True) if of is not None]
     return Judged(
         baseline_sha256=baseline.sha256,
@@ -110,20 +106,15 @@ def judge(
 def kappa(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     """Return Cohen's kappa of two raters; None where chance alone would make them agree always, or without pairs."""
     count = len(pairs)
-    by_chance = sum(
-        sum(one == value for one, _ in pairs) * sum(two == value for _, two in pairs)
-        for value in {value for pair in pairs for value in pair}
-    )
+    one_of, other_of = Counter(one for one, _ in pairs), Counter(two for _, two in pairs)
+    by_chance = sum(times * other_of[value] for value, times in one_of.items())
     if by_chance == count**2:
         return None
     return (sum(one == two for one, two in pairs) * count - by_chance) / (count**2 - by_chance)
 
 
 def _verdict(endpoint: Endpoint, rubric: str, prompt: str, one: str, two: str) -> int | None:
-    """Return -1 for the first answer, 1 for the second, 0 for a tie; None where the judge did not answer.
-
-    It is asked in both orders: one that prefers a place, and not an answer, says tie.
-    """
+    """Return -1 for the first answer, 1 for the second, 0 where the two orders disagree; None without an answer."""
     said, swapped = (_asked(endpoint, rubric, prompt, *order) for order in ((one, two), (two, one)))
     if said is None or swapped is None:
         return None
@@ -133,13 +124,9 @@ def _verdict(endpoint: Endpoint, rubric: str, prompt: str, one: str, two: str) -
 def _asked(endpoint: Endpoint, rubric: str, prompt: str, first: str, second: str) -> int | None:
     question = f"{rubric}\n\n# Request\n{prompt}\n\n# First answer\n{first}\n\n# Second answer\n{second}"
     schema = {"name": "verdict", "schema": Said.model_json_schema(), "strict": True}
+    request = {"temperature": 0, "max_tokens": 50, "response_format": {"type": "json_schema", "json_schema": schema}}
     try:
-        found = endpoint.chat(
-            messages=[{"role": "user", "content": question}],
-            temperature=0,
-            max_tokens=50,
-            response_format={"type": "json_schema", "json_schema": schema},
-        )
+        found = endpoint.chat(messages=[{"role": "user", "content": question}], **request)
         said = Said.model_validate_json(found.choices[0].message.content or "")
     except (openai.OpenAIError, ValidationError) as exc:
         print(f"evals: the judge did not answer: {' '.join(str(exc).split())[:200]}", file=sys.stderr)

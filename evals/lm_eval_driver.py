@@ -73,14 +73,8 @@ def run(
     manager = tasks.TaskManager(include_path=folder, include_defaults=False)
     for name in names:
         client.failures = 0
-        found = evaluator.simple_evaluate(
-            model=client,
-            tasks=[name],
-            task_manager=manager,
-            limit=limit,
-            apply_chat_template=chat,
-            bootstrap_iters=0,
-        )
+        asked = {"model": client, "tasks": [name], "task_manager": manager, "limit": limit, "apply_chat_template": chat}
+        found = evaluator.simple_evaluate(**asked, bootstrap_iters=0)
         for sample in found["samples"][name]:
             yield {"task": name, "id": str(sample["doc"]["id"]), **_scored(sample)}
 

@@ -26,10 +26,8 @@ RUN_TIMEOUT_S = 3600
 
 
 def missing(endpoint: Endpoint, chat: bool) -> str:
-    """Return why tasks cannot be run by lm-eval; "" if they can. chat: whether they are chats.
-
-    Raises Unavailable where the endpoint does not answer.
-    """
+    """Return why tasks cannot be run by lm-eval; "" if they can. chat: whether they are chats. Raises Unavailable where
+    the endpoint does not answer."""
     if not PYTHON.exists():
         return "lm-eval is not installed: make setup-evals"
     if chat:

@@ -18,11 +18,13 @@ from contract.errors import InvalidArgument
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class _Record(BaseModel):
+class Strict(BaseModel):
+    """A model that is not changed and has no other fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Case(_Record):
+class Case(Strict):
     """One answer.
 
     score: 0 to 1; None where the endpoint did not answer, for the reason in ``error``.
@@ -39,7 +41,7 @@ class Case(_Record):
     cost: float | None = None
 
 
-class TaskResult(_Record):
+class TaskResult(Strict):
     """skipped: why the task was not run; "" if it was. sha256: of the task's files."""
 
     kind: str
@@ -49,7 +51,7 @@ class TaskResult(_Record):
     cases: Sequence[Case] = ()
 
 
-class Target(_Record):
+class Target(Strict):
     """What was asked. engine: its name, manifest_sha256: of its manifest.json; "" where that is not known."""
 
     url: str
@@ -58,7 +60,7 @@ class Target(_Record):
     manifest_sha256: str = ""
 
 
-class Results(_Record):
+class Results(Strict):
     format: Literal[1] = 1
     created: str
     target: Target
@@ -72,7 +74,6 @@ class Results(_Record):
 
 
 def read(path: Path) -> Results:
-    """Return the results in a file. Raises InvalidArgument that names file and field."""
     return written_by("run", Results, path)
 
 
@@ -86,10 +87,8 @@ def written_by(command: str, model: type[_Model], path: Path) -> _Model:
 
 
 def pairs(baseline: Results, candidate: Results) -> dict[str, list[tuple[Case, Case]]]:
-    """Return the cases of both, by task. A case that the candidate lacks failed there.
-
-    Raises InvalidArgument where the two did not run the same tasks.
-    """
+    """Return the cases of both, by task. A case that the candidate lacks failed there. Raises InvalidArgument where the
+    two did not run the same tasks."""
     found = {}
     for name in sorted({*baseline.tasks, *candidate.tasks}):
         one, two = baseline.tasks.get(name), candidate.tasks.get(name)
@@ -130,10 +129,10 @@ def summary(task: TaskResult) -> dict[str, float | None]:
 def table(results: Results) -> str:
     """Return the results as a Markdown table."""
     header = ("task", "kind", "score", "95 % from", "to", "cases", "failed", "refused", "tokens", "latency s", "cost")
-    rows = [
-        (name, task.kind, *([f"skipped: {task.skipped}"] if task.skipped else map(shown, summary(task).values())))
-        for name, task in results.tasks.items()
-    ]
+    rows = []
+    for name, task in results.tasks.items():
+        figures = [f"skipped: {task.skipped}"] if task.skipped else map(shown, summary(task).values())
+        rows.append((name, task.kind, *figures))
     return f"{_title(results.target)}\n\n{markdown(rows, header)}"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from contract.errors import InvalidArgument
-from evals import checks, json_lines
+from evals import checks
 
 FOLDER = Path(__file__).resolve().parent / "tasks"
 LM_EVAL, CHAT = "lm-eval", "chat"
@@ -51,9 +52,9 @@ def read(folder: Path = FOLDER, names: Sequence[str] = ()) -> list[Task]:
 
 
 def _task(path: Path) -> Task:
-    lines = path.with_suffix(".jsonl")
+    beside = path.with_suffix(".jsonl")
     try:
-        settings, content = yaml.safe_load(path.read_text("utf-8")), lines.read_text("utf-8")
+        settings, content = yaml.safe_load(path.read_text("utf-8")), beside.read_text("utf-8")
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise InvalidArgument(str(path), f"must be a readable YAML file beside a .jsonl file: {exc}") from exc
     lm_eval = isinstance(settings, dict) and "output_type" in settings
@@ -67,9 +68,9 @@ def _task(path: Path) -> Task:
         allowed = f"an object without {', '.join(_OWN)}, which the run sets"
         raise InvalidArgument(f"{path}: request", f"must be {allowed}, got {request!r}")
     fields = ("id",) if lm_eval else _FIELDS[kind]
-    cases = [_checked(place, case, fields) for place, case in json_lines.objects(lines, content)]
+    cases = [_checked(place, case, fields) for place, case in lines(beside, content)]
     if len({case["id"] for case in cases}) < max(1, len(cases)):
-        raise InvalidArgument(f"{lines}: id", "must be there and different in every line")
+        raise InvalidArgument(f"{beside}: id", "must be there and different in every line")
     digest = hashlib.sha256(path.read_bytes() + content.encode()).hexdigest()
     return Task(path.stem, kind, str(said.get("about", "")), LM_EVAL if lm_eval else CHAT, digest, settings, cases)
 
@@ -93,7 +94,28 @@ def _checked(place: str, case: dict[str, Any], fields: Sequence[str]) -> dict[st
             raise InvalidArgument(f"{place}: schema", f"must be a JSON schema of draft 2020-12: {problem}") from exc
     if "expected" in fields and (expected := case["expected"]) is not None:
         if not isinstance(expected, dict) or not expected.keys() >= {"name", "arguments"}:
-            raise InvalidArgument(
-                f"{place}: expected", f"must be null or an object with name and arguments, got {expected!r}"
-            )
+            problem = f"must be null or an object with name and arguments, got {expected!r}"
+            raise InvalidArgument(f"{place}: expected", problem)
     return case
+
+
+def text(path: Path) -> str:
+    """Return the text of a file. Raises InvalidArgument."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(str(path), f"must be a readable file in UTF-8: {exc}") from exc
+
+
+def lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place of each line of a file's text, ``FILE:NUMBER``, and its JSON object. Raises InvalidArgument."""
+    whole = text.removesuffix("\n").split("\n") if text else []  # splitlines would divide texts with U+2028
+    for number, line in enumerate(whole, 1):
+        place = f"{path}:{number}"
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise InvalidArgument(place, f"must be a JSON object: {exc}") from exc
+        if not isinstance(found, dict):
+            raise InvalidArgument(place, f"must be a JSON object, got {type(found).__name__}")
+        yield place, found

@@ -15,15 +15,10 @@ PROMPTS = ("def add(a, b):", "class Stack:", "import os")
 def main(base_url: str, api_key: str) -> None:
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     model = client.models.list().data[0].id
-    lines = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": model, "prompt": prompt, "max_tokens": 8},
-        }
-        for number, prompt in enumerate(PROMPTS)
-    ]
+    lines = []
+    for number, prompt in enumerate(PROMPTS):
+        body = {"model": model, "prompt": prompt, "max_tokens": 8}
+        lines.append({"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body})
     data = "\n".join(json.dumps(line) for line in lines).encode()
     file = client.files.create(file=("prompts.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")

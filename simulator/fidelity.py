@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import generator_processes, machine, report, scrape, self_check, speed
+from benchmarks import calibrate, driver, machine, report, scrape, self_check
 from benchmarks.arrivals import Poisson
-from benchmarks.driver import Extent
+from benchmarks.driver import Extent, Load
 from benchmarks.gateway import contenders
-from benchmarks.generator_processes import Load
 from benchmarks.lengths import Lengths, parse
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
@@ -70,7 +69,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     turns = [(LOADS[-1], seconds), *((part, seconds / ROUNDS) for _ in range(ROUNDS) for part in LOADS)]
     with TemporaryDirectory() as logs, running_server(engine) as server:
         settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
-        ratios = [speed.steps_take(server)]
+        ratios = [calibrate.steps_take(server)]
         with contenders.gateway(server.url, Path(logs), settings=settings) as gateway:
             for nth, (part, turn_s) in enumerate(turns):
                 # Prompts of another turn would be in the prefix cache.
@@ -78,7 +77,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 prompts = partial(Prompts.for_engine, server.engine_folder)
                 target = partial(EnsembleTarget, gateway.urls["grpc"])
                 before_turn = sum(scrape.drafted(server.metrics_url or ""))
-                result = generator_processes.run(Load(workload, Extent(turn_s, 2.0), target, prompts))
+                result = driver.run(Load(workload, Extent(turn_s, 2.0), target, prompts))
                 drafted = sum(scrape.drafted(server.metrics_url or "")) - before_turn
                 real = [record for record in result.records if record.ok]
                 if not nth:
@@ -86,7 +85,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                 trace = [_line(record, result.started_s) for record in real]
                 measured.append((part, _Turn(real, trace, turn_s + 2.0, drafted, seed)))
                 if part == LOADS[-1]:  # the turn ends
-                    ratios.append(speed.steps_take(server, rounds=1))
+                    ratios.append(calibrate.steps_take(server, rounds=1))
     if {part for part, turn in measured if turn.real} != set(LOADS):
         raise InvalidArgument("seconds", f"must be long enough for a request of each load, got {seconds:g}")
     steps_take = statistics.geometric_mean(ratios)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway.bare_relay HOST:PORT    # the replica; prints `http HOST:PORT grpc HOST:PORT`
 
-grpc.aio passes the bytes of ModelStreamInfer on unread. HTTP is a bare ASGI application under uvicorn with uvloop and
-httptools: the text of each response, read with the official protobuf classes, in an OpenAI chunk written by orjson.
+grpc.aio passes the bytes of ModelStreamInfer on unread. HTTP is a bare ASGI application under uvicorn: the text of each
+response, read with the official protobuf classes, in an OpenAI chunk written by orjson.
 """
 
 from __future__ import annotations

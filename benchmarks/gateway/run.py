@@ -7,14 +7,12 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import figures, machine, report
-from benchmarks.gateway import burst, connections, contenders, relaying
-from benchmarks.gateway.burst import Burst
-from benchmarks.gateway.connections import Connections
+from benchmarks.gateway import contenders, limits, relaying
 from benchmarks.gateway.contenders import BARE, ENVOY, FASTAPI, GATEWAY, LITELLM, Contender
+from benchmarks.gateway.limits import Limit
 from benchmarks.gateway.relaying import Loads, Relayed, RelayPath
 from contract.errors import EngineFailed, NotFound
 
@@ -31,22 +29,23 @@ RECOVERY_S = 5.0
 
 
 def run(
-    parts: Sequence[str], peers: bool, rounds: int, seconds: float, streams: int, protocols: Sequence[str], out: Path
+    parts: Sequence[str],
+    without_peers: bool,
+    rounds: int,
+    seconds: float,
+    streams: int,
+    protocols: Sequence[str],
+    out: Path,
 ) -> int:
-    """Measure, print, write gateway.json. Returns 0 whether the goals are met or not.
+    """Measure, print, write gateway.json.
 
-    peers: compare with LiteLLM's proxy, Envoy and the FastAPI relay, not only with the bare relay.
-    rounds, seconds: of each path in the relaying parts.
-    streams, protocols: of the connections and burst parts.
+    without_peers: compare with the bare relay only, not with LiteLLM's proxy, Envoy and the FastAPI relay.
+    rounds, seconds: of each path in the relaying parts. streams, protocols: of the connections and burst parts.
     """
     conditions, watch = machine.described(), machine.Watch()
     print(report.on(conditions), flush=True)
-    logs = out / "logs"
-    relayed: list[Relayed] = []
-    scaled: list[Relayed] = []
-    results: list[Connections] = []
-    bursts: list[Burst] = []
-    skipped: dict[str, str] = {}
+    logs, skipped = out / "logs", dict[str, str]()
+    relayed, scaled, results, bursts = list[Relayed](), list[Relayed](), list[Limit](), list[Limit]()
 
     def keep() -> list[report.Goal]:
         """Write what was measured so far: a run that is cut off has kept it."""
@@ -54,8 +53,8 @@ def run(
         written = {
             "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": watch.others()},
             "relayed": [row.to_json() for row in (*relayed, *scaled)],
-            "connections": [asdict(result) for result in results],
-            "burst": [asdict(result) for result in bursts],
+            "connections": results,
+            "burst": bursts,
             "goals": verdicts,
             "notes": [f"skipped: {name}: {reason}" for name, reason in skipped.items()],
             "compared": compared(relayed, scaled, results, bursts),
@@ -68,7 +67,7 @@ def run(
         loads += [*((n, True) for n in PACED), *((n, False) for n in UNPACED)]
     print(f"\nms; {relaying.TOKENS} tokens an answer, {rounds} rounds of {seconds:g} s")
     if loads:
-        with relay_paths(peers, logs, skipped) as found:
+        with relay_paths(not without_peers, logs, skipped) as found:
             for rows in relaying.measure(found, loads, rounds, seconds):
                 relayed += rows
                 keep()
@@ -83,13 +82,13 @@ def run(
             replica = stack.enter_context(contenders.scripted("replica", logs))
         for protocol in protocols if "connections" in parts else ():
             with contenders.gateway(replica, logs) as gateway:
-                results.append(connections.measure(gateway, protocol, streams))
-            print(connections.described(results[-1]), flush=True)
+                results.append(limits.connections(gateway, protocol, streams))
+            print(limits.described_connections(results[-1]), flush=True)
             keep()
         for protocol in protocols if "burst" in parts else ():
-            with contenders.gateway(replica, logs, burst.RUNNING, burst.WAITING, burst.WAIT_S) as gateway:
-                bursts.append(burst.measure(gateway, protocol))
-            print(burst.described(bursts[-1]), flush=True)
+            with contenders.gateway(replica, logs, limits.RUNNING, limits.WAITING, limits.WAIT_S) as gateway:
+                bursts.append(limits.burst(gateway, protocol))
+            print(limits.described_burst(bursts[-1]), flush=True)
     for name, reason in skipped.items():
         print(f"  skipped: {name}: {reason}")
     print(report.verdicts(keep()))
@@ -104,12 +103,10 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
         replica = stack.enter_context(contenders.scripted("replica", logs))
         found = [RelayPath(DIRECT_GRPC, "grpc", replica)]
 
-        def add(
-            start: AbstractContextManager[Contender], http_source: str = DIRECT_GRPC, loads: Loads | None = None
-        ) -> None:
+        def add(start: AbstractContextManager[Contender], http: str = DIRECT_GRPC, loads: Loads | None = None) -> None:
             one = stack.enter_context(start)
             for protocol, url in sorted(one.urls.items()):
-                direct = http_source if protocol == "http" else DIRECT_GRPC
+                direct = http if protocol == "http" else DIRECT_GRPC
                 found.append(RelayPath(f"{one.name}, {protocol}", protocol, url, direct, one, loads))
 
         add(contenders.gateway(replica, logs))
@@ -135,8 +132,7 @@ def worker_paths(logs: Path) -> Iterator[list[RelayPath]]:
     """Start a gateway of one process and one of WORKERS; yield their paths.
 
     Load and replica take cores too, so that throughput says nothing: ``relaying.scalings`` tells it from the CPU of a
-    token. Every worker has as many paced streams as the one process, each on a connection of its own: with more of them
-    a process reads more messages at a time, and a token costs less.
+    token. Every worker has as many paced streams as the one process, each on a connection of its own.
     """
     with ExitStack() as stack:
         replica = stack.enter_context(contenders.scripted("replica", logs))
@@ -149,7 +145,7 @@ def worker_paths(logs: Path) -> Iterator[list[RelayPath]]:
 
 
 def goals(
-    relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst], scaled: Sequence[Relayed] = ()
+    relayed: Sequence[Relayed], results: Sequence[Limit], bursts: Sequence[Limit], scaled: Sequence[Relayed] = ()
 ) -> list[report.Goal]:
     """Compare the gateway's figures with its goals; peers have none. scaled: of ``worker_paths``."""
     out: list[report.Goal] = []
@@ -172,21 +168,21 @@ def goals(
             scaling = statistics.median(relaying.scalings(scaled, row, f"{GATEWAY}, {protocol}", WORKERS) or [math.nan])
             out.append(report.at_least(f"{row.path}: of one worker's throughput", scaling, SCALING))
     for one in results:
-        name = f"{one.streams} slow streams, {one.protocol}"
-        out.append(report.at_least(f"{name}: at once", one.in_flight, one.streams))
-        at_most(f"{name}: errors and lost tokens", sum(one.errors.values()) + one.lost, 0)
-        at_most(f"{name}: MiB", one.peak_rss_mib, STREAMS_MIB)
-    for found in bursts:
-        name = f"burst, {found.protocol}"
-        at_most(f"{name}: failures other than refusals", sum(found.errors.values()) + (not found.alive), 0)
-        at_most(f"{name}: refusals without retry-after", found.refused - found.hinted, 0)
-        at_most(f"{name}: recovery, s", found.recovered_s, RECOVERY_S)
-        at_most(f"{name}: MiB more than before", found.peak_rss_mib - found.rss_before_mib, BURST_MIB)
+        name = f"{one['streams']} slow streams, {one['protocol']}"
+        out.append(report.at_least(f"{name}: at once", one["in_flight"], one["streams"]))
+        at_most(f"{name}: errors and lost tokens", sum(one["errors"].values()) + one["lost"], 0)
+        at_most(f"{name}: MiB", one["peak_rss_mib"], STREAMS_MIB)
+    for one in bursts:
+        name = f"burst, {one['protocol']}"
+        at_most(f"{name}: failures other than refusals", sum(one["errors"].values()) + (not one["alive"]), 0)
+        at_most(f"{name}: refusals without retry-after", one["refused"] - one["hinted"], 0)
+        at_most(f"{name}: recovery, s", one["recovered_s"], RECOVERY_S)
+        at_most(f"{name}: MiB more than before", one["peak_rss_mib"] - one["rss_before_mib"], BURST_MIB)
     return out
 
 
 def compared(
-    relayed: Sequence[Relayed], scaled: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst]
+    relayed: Sequence[Relayed], scaled: Sequence[Relayed], results: Sequence[Limit], bursts: Sequence[Limit]
 ) -> dict[str, dict[str, object]]:
     """Return what ``benchmarks.suite`` compares."""
     found: dict[str, list[float]] = {}
@@ -204,9 +200,8 @@ def compared(
                 if ratios := relaying.cpu_ratios(rows, row, f"{BARE}, {protocol}"):
                     found[f"CPU of the bare relay's: {protocol}, {load}"] = ratios
             elif name.startswith(GATEWAY):
-                found[f"CPU of one worker's: {protocol}, {load}"] = relaying.cpu_ratios(
-                    rows, row, f"{GATEWAY}, {protocol}"
-                )
-    found |= {f"MiB of {one.streams} streams: {one.protocol}": [one.peak_rss_mib] for one in results}
-    found |= {f"recovery after a burst, s: {one.protocol}": [one.recovered_s] for one in bursts}
+                ratios = relaying.cpu_ratios(rows, row, f"{GATEWAY}, {protocol}")
+                found[f"CPU of one worker's: {protocol}, {load}"] = ratios
+    found |= {f"MiB of {one['streams']} streams: {one['protocol']}": [one["peak_rss_mib"]] for one in results}
+    found |= {f"recovery after a burst, s: {one['protocol']}": [one["recovered_s"]] for one in bursts}
     return figures.compared(figures.LOWER, found)

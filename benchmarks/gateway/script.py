@@ -1,9 +1,8 @@
 """The pace of a scripted source, carried in the prompt, so that one process serves every load.
 
 ``pace 0.25 0.02 0.004`` in the prompt: the first token after 0.25 s, the others 0.02 s apart, each of these up to 4 ms
-early or late. The number of tokens is the request's ``max_tokens``. Each token's text is the instant at which the
-source wrote it, in nanoseconds of the monotonic clock, which all processes of a machine share: the reader's own
-instant minus it is the token's transit time.
+early or late. Each token's text is the instant at which the source wrote it, in nanoseconds of the monotonic clock,
+which all processes of a machine share: the reader's own instant minus it is the token's transit time.
 """
 
 from __future__ import annotations
@@ -52,16 +51,13 @@ def stamp() -> bytes:
 
 
 def record_tokens(data: bytes, record: Record) -> int:
-    """Add the tokens whose stamps are in ``data`` to the record, as one message.
-
-    Returns the offset behind the last whole stamp; 0 without one.
-    """
-    stamps = list(STAMP.finditer(data))
-    if stamps:
-        now_ns = time.monotonic_ns()
-        record.messages.append((now_ns / 1e9, len(stamps)))
-        record.transit_s += [(now_ns - int(stamp[1])) / 1e9 for stamp in stamps]
-    return stamps[-1].end() if stamps else 0
+    """Add the tokens whose stamps are in ``data`` to the record, as one message; return the offset behind the last."""
+    if not (stamps := list(STAMP.finditer(data))):
+        return 0
+    now_ns = time.monotonic_ns()
+    record.messages.append((now_ns / 1e9, len(stamps)))
+    record.transit_s += [(now_ns - int(stamp[1])) / 1e9 for stamp in stamps]
+    return stamps[-1].end()
 
 
 @dataclass(frozen=True)

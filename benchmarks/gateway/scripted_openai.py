@@ -1,9 +1,8 @@
 """An OpenAI-compatible upstream at the least CPU in Python, for proxies that do not speak KServe gRPC.
 
-    python -m benchmarks.gateway.scripted_openai [--port 0]        # prints its port, serves until its input closes
+    python -m benchmarks.gateway.scripted_openai        # prints its port, serves until its input closes
 
-Every ``POST`` with a content-length is answered with an event stream of chat chunks, paced by its prompt
-(``script``), each in one write. No other requests are supported.
+Every ``POST`` with a content-length is answered with chat chunks, paced by its prompt (``script``).
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import re
 import time
 from typing import cast
 
-from benchmarks.child_process import run, serve_until_input_closes
+import uvloop
+
+from benchmarks.child_process import serve_until_input_closes
 from benchmarks.gateway import script
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -65,11 +66,11 @@ def chunk(delta: dict, reason: str | None = None) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
+async def serve() -> None:
+    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", 0, backlog=4096)
     await serve_until_input_closes(server.sockets[0].getsockname()[1])
     server.close()
 
 
 if __name__ == "__main__":
-    run(serve, __doc__)
+    uvloop.run(serve())

@@ -1,9 +1,8 @@
 """A replica at the least CPU in Python: the ensemble's responses over real gRPC, serialized in advance.
 
-    python -m benchmarks.gateway.scripted_replica [--port 0]        # prints its port, serves until its input closes
+    python -m benchmarks.gateway.scripted_replica        # prints its port, serves until its input closes
 
-A response is a copy of a real one but for the request's id and the instant it was sent (``script``). It serves only
-the calls that a gateway makes.
+A response is a copy of a real one but for the request's id and the instant it was sent (``script``).
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from functools import cache
 
 import grpc
 import grpc.aio
+import uvloop
 from tritonclient.grpc import service_pb2
 
-from benchmarks.child_process import run, serve_until_input_closes
+from benchmarks.child_process import serve_until_input_closes
 from benchmarks.gateway import script
 from clients.wire.protobuf import text, varint
 from contract import tensors
@@ -36,21 +36,12 @@ def tail(token: int, tokens: int) -> tuple[bytes, bytes]:
     answer = service_pb2.ModelInferResponse()
     last = token == tokens - 1
     answer.parameters["triton_final_response"].bool_param = last
+    instants = dict.fromkeys(("arrival", "first_scheduled", "first_token", "last_token"), [0])
     values: dict[str, str | list] = {
-        "text_output": _HOLE.decode(),
-        "output_ids": [token],
-        "cum_log_probs": [0.0],
-        "output_log_probs": [],
-        "finish_reason": "length" if last else "",
-        "stop_reason": "",
-        "error_message": "",
-        "num_input_tokens": [8],
-        "num_output_tokens": [token + 1],
-        "num_cached_tokens": [0],
-        "arrival_time_ns": [0],
-        "first_scheduled_time_ns": [0],
-        "first_token_time_ns": [0],
-        "last_token_time_ns": [0],
+        **{"text_output": _HOLE.decode(), "output_ids": [token], "cum_log_probs": [0.0], "output_log_probs": []},
+        **{"finish_reason": "length" if last else "", "stop_reason": "", "error_message": ""},
+        **{"num_input_tokens": [8], "num_output_tokens": [token + 1], "num_cached_tokens": [0]},
+        **{f"{name}_time_ns": value for name, value in instants.items()},
     }
     for tensor in tensors.ENSEMBLE_OUTPUTS:
         value = values.get(tensor.name, [])
@@ -97,18 +88,17 @@ async def _ready(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
     return _READY_RESPONSE
 
 
-async def serve(port: int) -> None:
+async def serve() -> None:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 1000)])
-    methods = {
-        name: grpc.unary_unary_rpc_method_handler(_ready) for name in ("ServerLive", "ServerReady", "ModelReady")
-    }
+    ready = grpc.unary_unary_rpc_method_handler(_ready)
+    methods = dict.fromkeys(("ServerLive", "ServerReady", "ModelReady"), ready)
     methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(generate)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await serve_until_input_closes(bound)
     await server.stop(None)
 
 
 if __name__ == "__main__":
-    run(serve, __doc__)
+    uvloop.run(serve())

@@ -51,7 +51,7 @@ class PersonalData:
     def output(self, part: str, call: Call) -> StreamedText:
         if part == "arguments":  # whole ones, so that they stay JSON
             return StreamedText(self._in_json, lambda text: 0)
-        return StreamedText(self._redact)
+        return StreamedText(self._redact, last_cut)
 
     def _in_json(self, text: str) -> str:
         try:
@@ -62,24 +62,22 @@ class PersonalData:
     def _inside(self, value: Any, fields: Mapping[str, Any], name: str = "") -> Any:
         """Return a JSON value without personal data. fields: as _MESSAGE, of the objects in it. name: its key."""
         if isinstance(value, dict):
-            return {
-                key: inner if (its := fields.get(key, {})) is None else self._inside(inner, its, key)
-                for key, inner in value.items()
-            }
+            known = {key: fields.get(key, {}) for key in value}
+            return {key: value[key] if of is None else self._inside(value[key], of, key) for key, of in known.items()}
         if isinstance(value, list | tuple):
             return [self._inside(inner, fields) for inner in value]
         if isinstance(value, str):
             return self._in_json(value) if name == "arguments" else self._redact(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return self._redact(str(value)) if number and self._redact(str(value)) != str(value) else value
+        return redacted if number and (redacted := self._redact(str(value))) != str(value) else value
 
 
 class StreamedText:
     """Redacts a text that arrives in parts: however it is divided, the result is that of the whole text."""
 
-    def __init__(self, redacted: Callable[[str], str], cut: Callable[[str], int] | None = None) -> None:
-        """cut: returns the place before which a text is ready; by default the last one that no pattern crosses."""
-        self._redacted, self._cut, self._kept = redacted, cut or last_cut, ""
+    def __init__(self, redacted: Callable[[str], str], cut: Callable[[str], int]) -> None:
+        """cut: returns the place before which a text is ready."""
+        self._redacted, self._cut, self._kept = redacted, cut, ""
 
     def feed(self, text: str) -> str:
         self._kept += text

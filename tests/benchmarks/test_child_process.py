@@ -67,3 +67,12 @@ def test_the_cpu_of_what_a_server_leaves_behind_counts_as_ours(tmp_path):
     done = subprocess.run(command, cwd=child_process.ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0.99
+
+
+def test_a_process_that_ends_before_it_answers_is_an_error_with_its_log(tmp_path):
+    log = tmp_path / "proxy.log"
+    log.write_text("no such option\n")
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]) as child:
+        child.wait()
+        with pytest.raises(EngineFailed, match="(?s)does not answer at http://127.0.0.1:9/ready:.*no such option"):
+            child_process.wait_until_answers("http://127.0.0.1:9/ready", child, log, 60.0)

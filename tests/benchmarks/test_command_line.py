@@ -110,16 +110,31 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["all", "--only", "nosuch"], "only: must be of peers-8bit, "),
-        (["peers", "--only", "nosuch"], "only: must be of trident, "),
         (["peers", "--also", "8001"], "also: must be of http://HOST:PORT"),
         (["peers", "--output", "x"], "output: must be N, "),
     ],
 )
 def test_a_wrong_option_is_refused_before_a_model_is_fetched_or_built(arguments, problem, monkeypatch, capsys):
-    for module, name in ((command_line.checkpoint_folder, "of"), (command_line.peer_servers, "subject")):
+    for module, name in ((command_line.checkpoint, "of"), (command_line.peer_servers, "subject")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it is too late to refuse the option"))
     assert command_line.main(arguments) == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["all", "--only", "nosuch"], "peers-8bit, peers-bf16, "),
+        (["peers", "--only", "trident,nosuch"], "trident, trident-openai, vllm, "),
+        (["clients", "--only", ""], "perf_analyzer, AIPerf"),
+        (["peers", "--prompts", "x"], "words, text"),
+    ],
+)
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(arguments, allowed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {arguments[1]}: must be of {allowed}" in error
+    assert f"separated by commas, got {arguments[2]}" in error
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.fakes import checkpoints
 def test_a_llama_becomes_a_file_with_llama_cpps_names_and_the_same_values(tmp_path):
     gguf = pytest.importorskip("gguf")
     values = checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"], dtype="F32")
-    assert gguf_checkpoint.main([str(tmp_path / "model"), str(tmp_path / "m.gguf"), "f32"]) == 0
+    gguf_checkpoint.write(tmp_path / "model", tmp_path / "m.gguf", "f32")
     stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert len(stored) == len(values) and {"token_embd.weight", "output.weight", "output_norm.weight"} <= stored.keys()
     np.testing.assert_array_equal(stored["blk.1.ffn_down.weight"], values["model.layers.1.mlp.down_proj.weight"])

@@ -21,6 +21,7 @@ from benchmarks.peer_servers import Peer, Subject
 from benchmarks.peers import Plan
 from benchmarks.record import Record
 from contract.errors import EngineFailed, InvalidArgument
+from server import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
@@ -42,8 +43,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 def fake_peer(name, script=SERVER, says="a", **more):
-    command = lambda of, port: [sys.executable, "-c", script, str(port), says]  # noqa: E731
-    return Peer(name, command, lambda of, port: OpenAITarget(f"http://127.0.0.1:{port}", "m"), f"{name}'s way", **more)
+    command = lambda of, at: [sys.executable, "-c", script, str(at[0]), says]  # noqa: E731
+    return Peer(name, command, lambda of, at: OpenAITarget(f"http://127.0.0.1:{at[0]}", "m"), f"{name}'s way", **more)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_servers_that_start_are_measured_and_the_others_are_skipped_with_a_reaso
 @pytest.mark.slow
 def test_a_server_that_was_started_by_hand_is_measured_and_left_running(monkeypatch, tmp_path, subject):
     install(monkeypatch, fake_peer("one"))
-    port = peer_servers.free_ports()
+    [port] = ports.free(1)
     models = SERVER.replace(
         "def log_message",
         """def do_GET(self):
@@ -111,7 +112,7 @@ def test_a_server_that_was_started_by_hand_is_measured_and_left_running(monkeypa
         try:
             urls = [f"http://127.0.0.1:{port}", "http://127.0.0.1:9"]
             wait_for(port)
-            assert peers.run(["one"], plan(subject, levels=(2,)), tmp_path, urls) == 0
+            assert peers.run(["one"], plan(subject, levels=(2,)), tmp_path, [*map(peer_servers.by_hand, urls)]) == 0
             assert theirs.poll() is None
         finally:
             theirs.terminate()
@@ -163,7 +164,7 @@ def test_a_server_that_is_stopped_leaves_no_children(tmp_path, subject):
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path, subject):
-    ghost = Peer("ghost", lambda of, port: ["/no/such/server"], lambda of, port: None, "")
+    ghost = Peer("ghost", lambda of, at: ["/no/such/server"], lambda of, at: None, "")
     with pytest.raises(EngineFailed, match="ghost cannot be started: .*No such file.*/no/such/server"):
         peer_servers.start(ghost, subject, tmp_path)
 
@@ -174,9 +175,9 @@ def test_prompts_depend_on_the_round_and_the_level_alone(subject):
     assert len({one.workload(level, turn).seed for level in (1, 8, 32) for turn in (0, 1, 100, 101)}) == 12
 
 
-def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
-    with pytest.raises(InvalidArgument, match="only: must be of trident, trident-openai, vllm.*, got 'nobody'"):
-        peers.run(["nobody"], plan(subject), tmp_path)
+def test_what_is_unknown_is_named(subject, tmp_path):
+    with pytest.raises(InvalidArgument, match="also: must be of http://HOST:PORT"):
+        peer_servers.by_hand("http://h:80/v1")
     with pytest.raises(InvalidArgument, match="input: must be N, lognormal"):
         peers.run(["trident"], dataclasses.replace(plan(subject), input="x"), tmp_path)
     with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m, a folder .*, got 'huge'"):
@@ -186,13 +187,12 @@ def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
 def test_what_no_server_can_take_is_refused_before_servers_are_installed(monkeypatch, subject, tmp_path, capsys):
     install(monkeypatch, fake_peer("missing", environment=Environment("nothing", (), (("no-such-program",),))))
     monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
-    for changes, also, match in (
-        ({"input": "62"}, (), "input: must be, with the output, at most the 64 tokens that small takes; got up to 66"),
-        ({"input": "lognormal:8,1"}, (), "input: must be, .* got up to 1000004"),
-        ({}, ("http://h:80/v1",), "also: must be of http://HOST:PORT"),
+    for lengths, match in (
+        ("62", "input: must be, with the output, at most the 64 tokens that small takes; got up to 66"),
+        ("lognormal:8,1", "input: must be, .* got up to 1000004"),
     ):
         with pytest.raises(InvalidArgument, match=match):
-            peers.run(["missing"], plan(subject, **changes), tmp_path, also)
+            peers.run(["missing"], plan(subject, input=lengths), tmp_path)
     assert not capsys.readouterr().err
 
 
@@ -222,7 +222,7 @@ def test_every_peers_command_names_the_weights_the_precision_and_the_port(name, 
     of = Subject("demo", tmp_path, "demo", "f32", 1024)
     monkeypatch.setattr(peer_servers, "endless", lambda of: of.checkpoint)
     monkeypatch.setattr(peer_servers, "gguf", lambda of: of.checkpoint / "demo-f32.gguf")
-    argv = " ".join(peer_servers.PEERS[name].command(of, 4711))
+    argv = " ".join(peer_servers.PEERS[name].command(of, [4711]))
     assert str(tmp_path) in argv and "--port 4711" in argv and ("float32" in argv or "f32" in argv)
 
 

@@ -6,7 +6,7 @@ from benchmarks import self_check
 from benchmarks.driver import GeneratorUse
 from benchmarks.machine import HostLoad
 from benchmarks.record import Record
-from benchmarks.server_side import HistogramFigures, ServerSide
+from benchmarks.scrape import HistogramFigures, ServerSide
 from contract.generation import Timings
 
 TTFT_S = 0.1

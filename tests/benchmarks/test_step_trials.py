@@ -247,3 +247,13 @@ def test_steps_are_measured_once_the_requests_before_have_ended(monkeypatch):
     pages[:] = ['trident_engine_info{manifest_sha256="b"} 1']
     with pytest.raises(EngineFailed, match="serves another engine, or another build, than small"):
         step_trials.check_serves(server, "small", "a" * 64)
+
+
+def test_the_reference_is_a_few_trials_of_the_design():
+    for engine in (small(), small(1, 64, 128, None), small(300, 8192, 4096, 40_000), small(drafts=8), small(4, 8, 64)):
+        trials = step_trials.reference(engine)
+        assert set(trials) <= set(step_trials.design(engine)) and len(trials) <= 4
+        assert not any(trial.drafted for trial in trials)
+        decoding = [trial for trial in trials if trial.sequences]
+        assert decoding and decoding[-1].sequences == engine.max_batch_size
+        assert {trial.prompt for trial in decoding} == {decoding[0].prompt}  # the short one

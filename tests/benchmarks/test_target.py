@@ -1,9 +1,11 @@
 """What a target records of an answer."""
 
 import pytest
+from tritonclient.grpc import service_pb2
 
+from benchmarks.prompts import Prompts
 from benchmarks.record import Record
-from benchmarks.target import DeltaTarget, EnsembleTarget
+from benchmarks.target import DeltaTarget, EngineTarget, EnsembleTarget, infer
 from benchmarks.workload import PlannedRequest
 from contract.errors import Unavailable
 from contract.generation import FinishReason, TokenDelta, Usage
@@ -54,3 +56,15 @@ async def test_a_server_that_is_not_there_is_an_error_and_not_retried():
             await target.send(PlannedRequest(0, "a", 1), Record(0, 0.0))
     finally:
         await target.close()
+
+
+def test_a_request_has_one_tensor_for_each_input():
+    message = service_pb2.ModelInferRequest.FromString(infer([5, 6, 7], 9, True))
+    raws = dict(zip((one.name for one in message.inputs), message.raw_input_contents, strict=True))
+    assert message.model_name == "engine" and list(message.inputs[0].shape) == [1, 3]
+    assert raws["input_ids"] == b"\5\0\0\0\6\0\0\0\7\0\0\0" and raws["request_output_len"] == b"\t\0\0\0"
+
+
+def test_a_prompt_needs_a_tokenizer():
+    with pytest.raises(AssertionError):
+        EngineTarget("127.0.0.1:1", Prompts()).open(PlannedRequest(0, "hello", 3))

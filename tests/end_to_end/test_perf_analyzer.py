@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import agreement, perf_analyzer
+from benchmarks import agreement, other_clients
 from contract.errors import NotFound
 
 
 @pytest.fixture(scope="module")
 def installed() -> None:
     try:
-        perf_analyzer.variables(perf_analyzer.environment())
+        other_clients.libraries()
     except NotFound as error:
         pytest.skip(str(error))
 
@@ -22,7 +22,7 @@ def test_it_measures_every_load_in_both_ways(installed, replica, tmp_path, capsy
         out = tmp_path / str(unary)
         assert agreement.run(["perf_analyzer"], "demo", replica.grpc_url, [2], [10.0], 12, 1, unary, out) == 0
         for load in ("2-at-once", "10-a-second"):
-            found = perf_analyzer.read(out / "perf_analyzer" / f"{load}-0")
+            found = other_clients.read_csv(out / "perf_analyzer" / f"{load}-0")
             requests_per_s, responses_per_s = found["requests/s"], found["responses/s"]
             firsts_ms += [found["TTFT p50, ms"]] if "TTFT p50, ms" in found else []  # it loses some profiles
             assert requests_per_s > 0

@@ -13,7 +13,7 @@ from contract.errors import InvalidArgument, Unauthenticated
 from contract.generation import GenerationRequest
 from contract.redaction import redact
 from examples.hooks.own_authentication import SignedCaller, sign
-from examples.hooks.personal_data import PersonalData, StreamedText
+from examples.hooks.personal_data import PersonalData, StreamedText, last_cut
 from gateway.hooks.call import Call
 
 CALL = Call("r", "t", "http", "chat", {})
@@ -29,7 +29,7 @@ TEXTS = st.lists(st.sampled_from(PIECES.split("|")), max_size=12).map("".join)
 
 @given(TEXTS, st.lists(st.integers(1, 12), min_size=1))
 def test_however_a_text_is_divided_the_same_is_removed(text: str, sizes: list[int]):
-    stream, found, at, turn = StreamedText(redact), "", 0, 0
+    stream, found, at, turn = StreamedText(redact, last_cut), "", 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
         found, at, turn = found + stream.feed(text[at : at + size]), at + size, turn + 1
@@ -37,7 +37,7 @@ def test_however_a_text_is_divided_the_same_is_removed(text: str, sizes: list[in
 
 
 def test_plain_text_is_kept_back_for_a_word_at_most():
-    stream = StreamedText(redact)
+    stream = StreamedText(redact, last_cut)
     shown = [stream.feed(word) for word in ("The", " cat", " sat", " on", " the", " mat", ",", " it")]
     assert shown == ["", "The", " cat", " sat", " on", " the", " mat,", ""]
 

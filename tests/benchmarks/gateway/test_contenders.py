@@ -5,11 +5,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from benchmarks.gateway import contenders
 from benchmarks.gateway.contenders import Contender
-from contract.errors import EngineFailed
 
 
 def test_a_contender_is_its_process_tree():
@@ -30,12 +27,3 @@ def test_a_process_that_ended_is_not_alive_before_its_parent_has_waited_for_it()
 def test_free_addresses_are_of_this_machine():
     host, _, port = contenders.free_address().partition(":")
     assert host == "127.0.0.1" and 1024 < int(port) < 65536
-
-
-def test_a_proxy_that_ends_before_it_answers_is_an_error_with_its_log(tmp_path):
-    log = tmp_path / "proxy.log"
-    log.write_text("no such option\n")
-    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]) as child:
-        child.wait()
-        with pytest.raises(EngineFailed, match="(?s)does not answer at 127.0.0.1:9/ready:.*no such option"):
-            contenders._wait("127.0.0.1:9", "/ready", child, log)

@@ -28,15 +28,15 @@ def test_latencies_are_of_requests_after_the_warm_up_and_errors_of_all():
     assert found.tokens == 6 and found.us_per_token == pytest.approx(1e5) and found.wall_s == 4.0
     assert found.ttft_ms == pytest.approx([100.0]) and found.transit_ms == pytest.approx([2.0] * 5)
     assert sorted(found.gaps_ms) == pytest.approx([0.0, 0.0, 0.0, 300.0])
-    assert found.refused == [refused] and found.errors == {"EngineFailed": 1}
+    assert found.errors == {"Overloaded": 1, "EngineFailed": 1}
 
 
 def test_the_cpu_of_a_contender_that_ended_is_not_known():
     with subprocess.Popen(["sleep", "60"]) as child:
-        with load_test._Watch(contenders.Contender("crashed", {}, child.pid), ()) as watch:
+        with load_test.watching(contenders.Contender("crashed", {}, child.pid), (), used := {}):
             child.kill()
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert math.isnan(watch.cpu_s) and math.isnan(watch.busiest_s)
+        assert math.isnan(used["cpu_s"]) and math.isnan(used["busiest_s"]) and not used["alive"]
 
 
 @pytest.mark.slow
@@ -44,12 +44,12 @@ def test_every_token_is_recorded_over_both_protocols_and_from_both_sources(tmp_p
     extent = Extent(None, 0.0, 3)
     with contenders.scripted("replica", tmp_path) as replica, contenders.gateway(replica, tmp_path) as gateway:
         for protocol, url in (("grpc", replica), *gateway.urls.items()):
-            load = load_test.load(load_test.target(protocol, url), PACE, WORKLOAD, extent)
+            load = load_test.load(protocol, url, PACE, WORKLOAD, extent)
             found = load_test.run(load, gateway, ("trident_gateway_in_flight",))
             assert all(record.ok for record in found.records) and found.tokens == 15, protocol
             assert min(found.ttft_ms) >= 50 and found.rss_before_bytes > 0 and found.cpu_s >= 0 and found.alive
-        unknown = load_test.load(load_test.target("http", gateway.urls["http"], model="none"), PACE, WORKLOAD, extent)
+        unknown = load_test.load("http", gateway.urls["http"], PACE, WORKLOAD, extent, model="none")
         assert load_test.run(unknown, gateway).errors == {"NotFound": 3}
     with contenders.scripted("openai", tmp_path) as upstream:
-        found = load_test.run(load_test.load(load_test.target("http", upstream), PACE, WORKLOAD, extent), None)
+        found = load_test.run(load_test.load("http", upstream, PACE, WORKLOAD, extent), None)
         assert found.tokens == 15 and found.us_per_token == 0.0

@@ -11,8 +11,6 @@ import pytest
 
 from benchmarks.driver import LoadResult
 from benchmarks.gateway import run
-from benchmarks.gateway.burst import Burst
-from benchmarks.gateway.connections import Connections
 from benchmarks.gateway.load_test import LoadTest
 from benchmarks.gateway.relaying import Relayed, RelayPath
 from benchmarks.record import Record
@@ -71,8 +69,9 @@ def test_the_suite_compares_ratios_of_rounds_and_the_first_token():
 
 
 def test_lost_tokens_and_refusals_without_retry_after_miss_their_goals():
-    slow = Connections("http", 10_000, 10_000, 10_000, 3, {}, 0.5, 80.0, 100.0, 900.0, 1.0, 0.1, 1.0)
-    burst = Burst("grpc", 1000.0, 5000, 4000, 1000, 999, {}, True, 50.0, 90.0, 5.0, 0.5, 100.0, 120.0)
+    memory = {"rss_before_mib": 100.0, "peak_rss_mib": 120.0, "errors": {}}
+    slow = memory | {"protocol": "http", "streams": 10_000, "in_flight": 10_000, "lost": 3}
+    burst = memory | {"protocol": "grpc", "refused": 1000, "hinted": 999, "alive": True, "recovered_s": 0.5}
     missed = [what for what, _, _, met in run.goals([], [slow], [burst]) if not met]
     assert missed == [
         "10000 slow streams, http: errors and lost tokens, at most",
@@ -96,15 +95,14 @@ def test_a_run_that_is_cut_off_has_kept_the_loads_before(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "relay_paths", lambda *_: nullcontext([RelayPath("replica itself", "grpc", "h:1")]))
     monkeypatch.setattr(run.relaying.load_test, "run", cut_off)
     with pytest.raises(SystemExit):
-        run.run(["cost"], False, 1, 0.1, 5, ["grpc"], tmp_path)
+        run.run(["cost"], True, 1, 0.1, 5, ["grpc"], tmp_path)
     [row] = json.loads((tmp_path / "gateway.json").read_text())["relayed"]
     assert (row["streams"], row["paced"], row["tokens"]) == (1, True, 32)
 
 
 @pytest.mark.slow
-def test_paths_and_slow_streams_are_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.gateway.connections.GAP_S", 0.1)
-    assert run.run(["latency"], False, 1, 0.6, 5, ["grpc"], tmp_path) == 0
+def test_paths_are_measured(tmp_path, capsys):
+    assert run.run(["latency"], True, 1, 0.6, 5, ["grpc"], tmp_path) == 0
     written = json.loads((tmp_path / "gateway.json").read_text())
     assert [row["path"] for row in written["relayed"]] == [
         "replica itself",

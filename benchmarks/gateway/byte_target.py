@@ -1,7 +1,6 @@
-"""A target that reads an OpenAI chat stream as bytes on a socket, for loads of thousands of streams.
+"""Targets that read scripted tokens as undecoded bytes, for loads of thousands of streams: KServe gRPC, OpenAI chat.
 
-It implements as much of HTTP as servers need that answer ``POST`` with a chunked event stream, or with an error that
-has a content-length. Connections are kept alive and carry one request at a time.
+As much of HTTP is there as answers need that are a chunked event stream, or an error with a content-length.
 """
 
 from __future__ import annotations
@@ -12,13 +11,21 @@ import json
 import re
 from typing import cast
 
+import grpc
+import grpc.aio
+
 from benchmarks.gateway import script
 from benchmarks.openai_target import http_error
 from benchmarks.record import Record
 from benchmarks.target import Target
 from benchmarks.workload import PlannedRequest
+from clients.wire import failures, infer_request
+from clients.wire.request import build
 from contract.errors import EngineFailed, TridentError, Unavailable
 
+GRPC_TIMEOUT_S = 600.0
+_ERROR_TAG = 0x0A  # ModelStreamInferResponse.error_message
+_CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 _STATUS = re.compile(rb"^HTTP/1\.1 (\d+)")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d+)", re.IGNORECASE)
@@ -26,18 +33,43 @@ _DONE, _LAST_CHUNK = b"data: [DONE]", b"0\r\n\r\n"
 SOURCES = 4  # loopback addresses that connections come from, so that no address runs out of ports
 
 
+class GrpcTarget(Target):
+    """A KServe gRPC server of scripted tokens; the streams share ``connections`` connections."""
+
+    def __init__(self, url: str, connections: int = 4) -> None:
+        self._url = url
+        self._channels = [grpc.aio.insecure_channel(url, _CHANNEL) for _ in range(connections)]
+        self._calls = itertools.cycle([channel.unary_stream(infer_request.GENERATE) for channel in self._channels])
+
+    async def send(self, request: PlannedRequest, record: Record) -> None:
+        payload = infer_request.generation(build(request.prompt, max_tokens=request.max_tokens), "ensemble")
+        failed = b""
+        try:
+            async for data in next(self._calls)(payload, timeout=GRPC_TIMEOUT_S):
+                if data[0] == _ERROR_TAG:
+                    failed = data
+                script.record_tokens(data, record)
+        except grpc.aio.AioRpcError as exc:
+            raise failures.from_call(exc, self._url) from exc
+        if failed:
+            raise EngineFailed(f"error in the stream: {failed[:200].decode(errors='replace')}")
+        if (tokens := record.tokens) != request.max_tokens:
+            raise EngineFailed(f"the stream ended after {tokens} of {request.max_tokens} tokens")
+        record.finish_reason = "length"
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
 class HttpTarget(Target):
-    """An OpenAI-compatible server of scripted tokens.
+    """An OpenAI-compatible server of scripted tokens at HOST:PORT. keep_alive: a connection serves several requests."""
 
-    url: HOST:PORT.
-    keep_alive: reuse connections, else open one per request.
-    """
-
-    def __init__(self, url: str, model: str = "demo", keep_alive: bool = True, api_key: str = "bench") -> None:
+    def __init__(self, url: str, model: str = "demo", keep_alive: bool = True) -> None:
         self.host, _, port = url.partition(":")
         self.port, self._model, self._keep_alive = int(port), model, keep_alive
         self._head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {url}\r\nauthorization: Bearer {api_key}\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {url}\r\nauthorization: Bearer bench\r\n"
             "content-type: application/json\r\ncontent-length: "
         )
         self._idle: list[_Connection] = []
@@ -52,15 +84,12 @@ class HttpTarget(Target):
             try:
                 await connection.request(f"{self._head}{len(body)}\r\n\r\n{body}".encode(), record)
             finally:
-                self._release(connection)
+                if self._keep_alive and connection.usable:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
         except OSError as exc:
             raise Unavailable(f"{self.host}:{self.port}: {exc.strerror or exc}") from exc
-
-    def _release(self, connection: _Connection) -> None:
-        if self._keep_alive and connection.usable:
-            self._idle.append(connection)
-        else:
-            connection.close()
 
     async def _connect(self) -> _Connection:
         # With both ends known the kernel chooses the port at connect, and may use one port for several addresses.
@@ -111,17 +140,16 @@ class _Connection(asyncio.Protocol):
 
     def _read_events(self, data: bytes, record: Record) -> None:
         recorded = script.record_tokens(data, record)
-        if data.endswith(_LAST_CHUNK):
-            if b'"error"' in data:
-                self._end(EngineFailed("error event in the stream"))
-            elif _DONE not in data:
-                self._end(EngineFailed("the stream ended without [DONE]"))
-            else:
-                record.finish_reason = "length"
-                self._end(None)
-            return
-        # Keep what may be the beginning of a stamp or of the end, never a recorded stamp.
-        self._rest = data[max(recorded, len(data) - 40) :]
+        if not data.endswith(_LAST_CHUNK):
+            # Keep what may be the beginning of a stamp or of the end, never a recorded stamp.
+            self._rest = data[max(recorded, len(data) - 40) :]
+        elif b'"error"' in data:
+            self._end(EngineFailed("error event in the stream"))
+        elif _DONE not in data:
+            self._end(EngineFailed("the stream ended without [DONE]"))
+        else:
+            record.finish_reason = "length"
+            self._end(None)
 
     def _read_error(self, data: bytes) -> None:
         length = _LENGTH.search(self._head)

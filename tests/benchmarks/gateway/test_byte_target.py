@@ -1,15 +1,18 @@
-"""The byte-level HTTP target against a server that sends scripted bytes."""
+"""The byte-level targets, against the scripted replica and a server that sends scripted bytes."""
 
 import asyncio
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
-from benchmarks.gateway import script
-from benchmarks.gateway.http_target import HttpTarget
+from benchmarks.gateway import contenders, script
+from benchmarks.gateway.byte_target import GrpcTarget, HttpTarget
 from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, NotFound, Overloaded, TridentError, Unavailable
+from contract.generation import FinishReason
+from tests.fakes.replica import Script
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -72,10 +75,10 @@ async def test_stamps_are_counted_once_however_the_bytes_are_split():
 
 async def test_a_connection_and_the_key_are_used_for_every_request():
     async with server(HEAD, script.stamp() + END) as (url, requests):
-        target = HttpTarget(url, api_key="secret")
+        target = HttpTarget(url)
         for _ in range(2):
             await target.send(PlannedRequest(0, "p", 1), Record(0, 0.0))
-        assert len(target._idle) == 1 and all(b"authorization: Bearer secret" in request for request in requests)
+        assert len(target._idle) == 1 and all(b"authorization: Bearer bench" in request for request in requests)
         await target.close()
 
 
@@ -103,3 +106,21 @@ async def test_what_is_no_complete_answer_raises(parts, kind):
 async def test_a_server_that_does_not_run_is_unavailable(unused_tcp_port):
     with pytest.raises(Unavailable, match=str(unused_tcp_port)):
         await send(HttpTarget(f"127.0.0.1:{unused_tcp_port}"))
+
+
+@pytest.mark.slow
+async def test_every_token_of_the_scripted_replica_is_recorded(tmp_path):
+    with contenders.scripted("replica", tmp_path) as url:
+        record = await send(GrpcTarget(url), 5)
+    assert record.tokens == len(record.transit_s) == 5 and record.finish_reason == "length"
+
+
+@pytest.mark.slow
+async def test_errors_and_missing_tokens_raise(replica, unused_tcp_port):
+    full = Script(status_after=0, status=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", ()))
+    with pytest.raises(Overloaded):
+        await send(GrpcTarget(replica(lambda seen: full).url), 5)
+    with pytest.raises(EngineFailed, match="ended after 0 of 5 tokens"):
+        await send(GrpcTarget(replica(lambda seen: Script(("a",), FinishReason.LENGTH)).url), 5)
+    with pytest.raises(Unavailable):
+        await send(GrpcTarget(f"127.0.0.1:{unused_tcp_port}"), 5)
