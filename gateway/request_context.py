@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.priority import NORMAL
-from gateway.admission.charge import Charge
+from gateway.admission.budgets import Charge
 from gateway.config.tenant import Tenant
 from gateway.models import ServedModel
 

@@ -1,5 +1,5 @@
 """Budgets on every level from the organisation down to the key: tokens and requests per minute, tokens and money of a
-day or a month.
+day or a month; and what a request is charged by, the price of its model.
 
 A budget is a token bucket. It is reserved before the work and settled after it, and what is reserved stays in the
 bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time no more than
@@ -14,11 +14,14 @@ whenever it ends.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.errors import InvalidArgument
+from contract.generation import Usage
 from gateway.config.calendar import period_at
+from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level, Levels
+from gateway.usage.store import UsageRecord
 
 
 @dataclass(frozen=True)
@@ -199,3 +202,38 @@ class Bucket:
         full = self.balance + self.rate_per_s * (now_s - self.at_s) >= self.capacity
         over = 0 < self.ends_s < now_s and all(until_s < now_s for _, until_s in self.leases.values())
         return over or (not self.leases and full and not self.ends_s)
+
+
+@dataclass(frozen=True)
+class Charge:
+    """request_id: as callers and logs have it. model: that serves it, with the adapter. endpoint: one of Operation.
+    price: at arrival; None: it costs nothing. source: ``engine``, or where a reused answer comes from."""
+
+    request_id: str = ""
+    model: str = ""
+    endpoint: str = ""
+    price: ModelPrice | None = None
+    source: str = "engine"
+
+    def micros(self, usage: Usage | None) -> int:
+        """Return what ``usage`` costs in millionths of the currency."""
+        return self.price.micros(usage) if self.price is not None and usage is not None else 0
+
+    def most_micros(self, prompt_tokens: int, output_tokens: int) -> int:
+        """Return what so many tokens cost at most: none, or all of the prompt, may be cached."""
+        uncached, cached = (Usage(prompt_tokens, output_tokens, part) for part in (0, prompt_tokens))
+        return max(self.micros(uncached), self.micros(cached))
+
+    def record(self, at_s: float, levels: Levels, usage: Usage | None) -> UsageRecord:
+        """Return the ledger's record. Cached tokens are told where they have a price of their own: of others, they
+        would tell a tenant about the prompts of another for nothing."""
+        used = usage or Usage(0, 0)
+        if self.price is None or self.price.cached is None:
+            used = replace(used, cached_tokens=0)
+        tokens = used.input_tokens, used.cached_tokens, used.output_tokens
+        key = levels[-1].name if levels else ""
+        about = self.request_id, key, self.model, self.endpoint, self.source
+        return UsageRecord(at_s, *about, *tokens, self.micros(usage))
+
+
+FREE = Charge()

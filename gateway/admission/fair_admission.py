@@ -29,8 +29,7 @@ from typing import Protocol, TypeVar
 from contract.errors import DeadlineExceeded, Overloaded, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage, changed
 from gateway.admission.budget_store import BudgetStore
-from gateway.admission.budgets import Demand, Reservation, Standing
-from gateway.admission.charge import FREE, Charge
+from gateway.admission.budgets import FREE, Charge, Demand, Reservation, Standing
 from gateway.admission.concurrency import Caps, Slot
 from gateway.admission.fair_queue import Entry
 from gateway.admission.pool_slots import Claim, PoolSlots, retry_after_s

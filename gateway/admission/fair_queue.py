@@ -1,10 +1,9 @@
 """Fair scheduling: bounded queues by priority class and tenant. No clock and no I/O: callers pass the time.
 
 Between classes the more urgent one goes first. Priority aging: a class whose oldest request has waited ``aging_s``
-shares the turns of the next more urgent one, and so on, so that nothing starves. A class ages as a whole: if requests
-aged alone, a tenant would get more of its own class the longer its queue is. Between the tenants of a class: deficit
-round robin (Shreedhar and Varghese, 1995) in tokens, by weight. Within a tenant: earliest deadline, then first come.
-What has passed its deadline never leaves the queue as work.
+shares the turns of the next more urgent one, and so on. A class ages as a whole: if requests aged alone, a tenant would
+get more of its own class the longer its queue is. Between the tenants of a class: deficit round robin (Shreedhar and
+Varghese, 1995) in tokens, by weight. Within a tenant: earliest deadline, then first come.
 """
 
 from __future__ import annotations

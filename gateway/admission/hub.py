@@ -1,7 +1,6 @@
 """Admission for all workers of one gateway, in their parent: one set of caps, budgets and fair queues.
 
-A worker's requests wait here in the same queues and hold the same slots as those of a gateway with one process. What a
-worker holds ends with its connection.
+A worker's requests wait and hold slots here as those of one process would; what it holds ends with its connection.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class _Worker:
         self.frames.send("reply", call, refused)
 
     def on_release(self, call: int) -> None:
-        slot = self.slots.pop(call, None)
-        if slot is not None:
+        if (slot := self.slots.pop(call, None)) is not None:
             slot.release()
 
     def on_reserve(self, call: int, levels: Levels, tokens: int, least: int | None, micros: int) -> None:
@@ -141,8 +139,7 @@ class _Worker:
             self.claims[call].release(number)
 
     def on_close(self, call: int, used_tokens: float) -> None:
-        claim = self.claims.pop(call, None)
-        if claim is not None:
+        if (claim := self.claims.pop(call, None)) is not None:
             claim.close(used_tokens)
 
     def on_report(self, pool: str, alone: Capacity, requests: float) -> None:

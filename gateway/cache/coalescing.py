@@ -2,9 +2,9 @@
 ``Idempotency-Key`` attaches one to the stream of the first attempt, running or finished, and ``Last-Event-ID`` resumes
 it after an event. A key is valid within its tenant only, and belongs to one request.
 
-The source is read at the engine's pace into a log, which each reader reads at its own, and closed when the last reader
-has left. The log is bounded: while all readers are behind, the source waits for the fastest; if only some are, the
-beginning of the log is dropped: a reader that still needs it fails, and no new one can join.
+The source is read at the engine's pace into a log, which each reader reads at its own, until the last one has left.
+While all readers are behind a full log, the source waits for the fastest; if only some are, the beginning of the log is
+dropped: a reader that still needs it fails, and no new one can join.
 """
 
 from __future__ import annotations

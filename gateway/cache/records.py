@@ -82,8 +82,7 @@ _DELETE = "if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('D
 
 
 class SharedAnswers:
-    """Complete responses of all gateways with this ``ttl_s``, each until it is so old. A key names its tenant; see
-    request_key."""
+    """Complete responses of all gateways with this ``ttl_s``, each until it is so old. A key names its tenant."""
 
     def __init__(self, state: SharedState, ttl_s: float) -> None:
         self._state, self._life_ms = state, int(ttl_s * 1000)

@@ -127,11 +127,10 @@ class IssuerKeys:
 
 def _fits(key: jwk.Key, algorithm: str) -> bool:
     """Return whether a key has the type and curve of an algorithm; keys of different types may share an id."""
-    try:
+    with contextlib.suppress(JoseError):
         jws.JWSRegistry.algorithms[algorithm].check_key(key)
-    except JoseError:
-        return False
-    return True
+        return True
+    return False
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:

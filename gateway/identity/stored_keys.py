@@ -1,7 +1,6 @@
 """API keys that are made, rotated and revoked while the gateway runs. Only their hashes are kept.
 
-They are in a SQLite file, or in the Redis that gateways share: documents by name, read and written whole; one that was
-never written is empty. All raise Unavailable.
+They are documents in a SQLite file, or in the Redis that gateways share, read and written whole. All raise Unavailable.
 """
 
 from __future__ import annotations

@@ -52,10 +52,8 @@ Entry = tuple[str, Registration, float]  # name, what, and when, on the machine'
 
 
 class Registrations:
-    """The registered replicas of all pools, one at each address. Call ``check`` every second.
-
-    joined, left: called with pool and address when a replica begins and ceases to get requests.
-    """
+    """The registered replicas of all pools, one at each address; ``check`` them every second. joined, left: called with
+    pool and address when a replica begins and ceases to get requests."""
 
     def __init__(self, joined: Callable[[str, str], None], left: Callable[[str, str], None]) -> None:
         self._joined, self._left = joined, left
@@ -102,9 +100,8 @@ class Registrations:
     def replicas(self, pool: str, listed: Iterable[str]) -> set[str]:
         """Return the addresses of a pool's replicas that get requests. listed: by another source, of which those that
         are registered otherwise are left out."""
-        entries = [known for _, known, _ in self._entries.values()]
-        ready = {known.address for known in entries if known.pool == pool and known.state == "ready"}
-        return set(listed) - self._entries.keys() | ready
+        known = [known for _, known, _ in self._entries.values() if known.pool == pool and known.state == "ready"]
+        return set(listed) - self._entries.keys() | {one.address for one in known}
 
     def starting(self, pool: str) -> list[float | None]:
         """Return for each replica of a pool that starts the seconds until it is ready, None where unknown."""

@@ -52,11 +52,10 @@ MAX_EVENT_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
 # Parameters that OpenAI's protocol lacks, or that upstreams interpret differently.
 _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
-_OF_POOL = ("adapter", "continue_ids", "input_ids", "stop_token_ids")  # ids are of its vocabulary
-_LOST = (*_OF_POOL, "bad_words", "chat_template_kwargs", "echo", "truncate_prompt_tokens")  # OpenAI refuses a long one
+_LOST: tuple[str, ...] = ("adapter", "continue_ids", "input_ids", "stop_token_ids")  # ids are of a pool's vocabulary
+_LOST += ("bad_words", "chat_template_kwargs", "echo", "truncate_prompt_tokens")  # OpenAI refuses a long one
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
-_ENDS = {"length": FinishReason.LENGTH}
 
 
 class Upstream:
@@ -304,8 +303,8 @@ class UpstreamStream:
                         self._upstream.began(self._sent_s)
                     self._tokens += 1
                     yield TokenDelta(text=text, sections=sections)
-                if choice.get("finish_reason"):
-                    reason = _ENDS.get(choice["finish_reason"], FinishReason.STOP)
+                if end := choice.get("finish_reason"):
+                    reason = FinishReason.LENGTH if end == "length" else FinishReason.STOP
         if reason is None:
             raise Unavailable(f"{self._upstream.name} closed the stream before its end")
         self._counted = counted or self._estimated()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_HALF_UP, Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from contract.errors import InvalidArgument
-from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands
+from contract.generation import Usage
+from gateway.admission.budgets import FREE, Bucket, Charge, Demand, Reservation, Standing, demands
+from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level, Limits
 
 
@@ -153,3 +157,27 @@ TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 def test_waiting_as_long_as_told_is_enough(balance: float, amount: int) -> None:
     standing = Standing(_demand(amount, 10**6, 7), balance)
     assert balance + standing.wait_s * 7 >= amount - 1e-6
+
+
+PRICES = st.decimals(0, 100, places=6).map(float)
+TOKENS = st.integers(0, 10**6)
+
+
+@given(PRICES, PRICES, PRICES, TOKENS, TOKENS, TOKENS)
+def test_money_is_exact_and_rounded_once(
+    input_: float, cached: float, output: float, prompt: int, hits: int, tokens: int
+) -> None:
+    charge, hits = Charge(price=ModelPrice(input=input_, cached=cached, output=output)), min(hits, prompt)
+    parts = (input_, prompt - hits), (cached, hits), (output, tokens)
+    exact = sum(Decimal(repr(price)) * count for price, count in parts) * 1000
+    micros = charge.micros(Usage(prompt, tokens, hits))
+    assert micros == int(exact.quantize(Decimal(1), ROUND_HALF_UP))
+    assert micros <= charge.most_micros(prompt, tokens)
+
+
+def test_cached_tokens_are_told_only_where_they_have_a_price() -> None:
+    usage, levels = Usage(10, 5, 4), (Level("a"), Level("a/b"), Level("a/b/c"))
+    told = Charge("r", "demo", "chat", ModelPrice(input=1.0, cached=0.5)).record(1.0, levels, usage)
+    assert (told.key, told.prompt_tokens, told.cached_tokens, told.micros) == ("a/b/c", 10, 4, 8000)
+    assert Charge(price=ModelPrice(input=1.0)).record(1.0, levels, usage)[-3:] == (0, 5, 10_000)
+    assert FREE.record(1.0, (), None)[-4:] == (0, 0, 0, 0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument, Overloaded, Unavailable
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
-from gateway.admission.charge import Charge
+from gateway.admission.budgets import Charge
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission
 from gateway.config.policy import ModelPrice
