@@ -92,6 +92,7 @@ sys.exit(__main__.main(["--count", "1"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_sigterm_closes_the_fleet(tmp_path, times: int):
     environ = os.environ | {"TMPDIR": str(tmp_path)}

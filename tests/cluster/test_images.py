@@ -53,6 +53,7 @@ def test_an_image_runs_as_nobody_with_a_health_check_and_the_program_first(path)
     assert "ARG BASE_IMAGE=" in path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu", "trtllm"])
 def test_the_build_finds_in_an_image_the_files_that_name_its_versions(name, tmp_path):
     final = (ROOT / f"cluster/docker/{name}.Dockerfile").read_text().rpartition("\nFROM ")[2].partition("\nWORKDIR ")[2]

@@ -87,6 +87,7 @@ def test_a_plan_is_printed_though_its_plot_cannot_be_written(scenario: Path, cap
     assert "pool main" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reader_that_reads_no_further_ends_the_plan_quietly(scenario: Path):
     program = (
         "from cluster.plan import planner; planner.REQUESTS, planner.ROUNDS, planner.SEARCH = 40, 3, 2; "
@@ -164,6 +165,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"error: {name}: must be a free port of 127.0.0.1, got" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_reads_no_further_ends_the_watch_quietly():
     reading, writing = os.pipe()
     os.close(reading)

@@ -74,6 +74,7 @@ def test_a_python_without_our_packages_gets_a_sentence_and_no_traceback(module):
     assert f".venv/bin/python -m {module}" in ran.stderr and "make setup" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["benchmarks", "build.engine", "clients", "gateway", "server"])
 def test_ctrl_c_during_the_imports_ends_a_command_without_a_traceback(module, tmp_path):
     for name in ("grpc", "numpy"):
@@ -92,6 +93,7 @@ def environment_after(statement: str, argv0: str, **given: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "argv0", "shown"),
     [

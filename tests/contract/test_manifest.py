@@ -139,6 +139,7 @@ def test_saving_leaves_no_partial_file(tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "openvino_model.bin", "sub"]
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_but_the_standard_library():
     code = "import sys; import contract.manifest; print([m for m in ('numpy', 'openvino') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

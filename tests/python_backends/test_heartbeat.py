@@ -79,6 +79,7 @@ with heartbeat:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pause_s", "when", "ends"), [(1.5, "within", True), (0.3, "within", False), (1.5, "between", False)]
 )

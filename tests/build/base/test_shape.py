@@ -41,7 +41,9 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("model", sorted(PUBLISHED))
+@pytest.mark.parametrize(
+    "model", [pytest.param(one, marks=[pytest.mark.slow] * one.startswith("pypi:")) for one in sorted(PUBLISHED)]
+)
 def test_the_built_in_shapes_add_up_to_the_published_parameter_counts(model):
     assert shapes.find(model).architecture.num_parameters() == PUBLISHED[model]
 

@@ -179,6 +179,7 @@ def test_the_text_of_every_accepted_recipe_has_its_commands_and_its_memory_adds_
     assert 1 <= longest["run_at_once"] <= drawn.recipe.max_batch_size
 
 
+@pytest.mark.slow
 def test_planning_loads_neither_torch_nor_an_engine():
     code = "import sys; from build import engine; engine.main(['--engine', 'llama-3.1-8b-fp8-hopper', '--dry-run']); "
     code += "print([m for m in ('torch', 'openvino', 'tritonclient', 'grpc', 'modelopt') if m in sys.modules])"

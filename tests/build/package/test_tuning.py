@@ -118,6 +118,7 @@ def test_steps_of_an_engine_are_timed_and_its_manifest_has_the_choice(tiny_engin
     assert f": {found['chosen']} at most" in told[0]
 
 
+@pytest.mark.slow
 def test_an_engine_drafts_what_was_chosen_for_it(tiny_engine):
     engine = manifests.load(tiny_engine)
     lookup = dataclasses.replace(engine, recipe={**engine.recipe, "speculative_decoding": LOOKUP}, evaluation=None)

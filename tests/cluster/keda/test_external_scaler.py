@@ -117,6 +117,7 @@ async def test_another_metric_is_refused_by_name(decided: Decided, keda: Keda):
     assert "must be trident_wanted_replicas, got 's0-other'" in caught.value.details()
 
 
+@pytest.mark.slow
 async def test_while_the_gateways_pages_are_away_every_call_tells_what_was_known(pages: Pages, monkeypatch):  # noqa: F811
     monkeypatch.setattr(external_scaler, "LOOK_S", 0.01)
     pages.texts = {"1": page(queued=1e6, speed=100)}
