@@ -121,7 +121,7 @@ async def test_an_engine_that_makes_no_step_ends_its_streams_by_name_and_is_repl
             message
         )
     assert "no progress and no CPU use" in replica.output.read_text()
-    assert "in _dump_threads" in replica.log(), "the stacks of the stub, whose thread this is"
+    assert "contract/thread_dump.py" in replica.log(), "the stacks of the stub, whose thread this is"
     await serves_whole(replica)
 
 
