@@ -53,8 +53,8 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     """Run three loads on a replica of ``engine`` and simulate them; print and return the errors.
 
     Before them it gets the last load once: the first prompt of each length takes longer. They are simulated with the
-    step model at the speed that the machine had meanwhile, and once more with the model as it was calibrated, so that
-    what the machine's drift does is told apart from what the model lacks.
+    step model as it was calibrated, whose errors are told with forecasts, and once more at the speed that the machine
+    had meanwhile, so that what its drift does is told apart from what the model lacks.
 
     seconds: of each load, in ROUNDS parts. input_tokens, output_tokens: distributions, as those of a persona.
     Raises InvalidArgument for seconds, lengths, or an engine without a step model; EngineFailed.
@@ -93,11 +93,11 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     print(report.disturbance(others))
     print(f"  {step_model.described_drift(steps_take)}")
     print("Simulated with the step model as it was calibrated:")
-    calibrated = _errors(pool, measured)
+    worst = _errors(pool, measured)
     print("Simulated at the speed of these runs:")
-    worst = _errors(pool.model_copy(update={"step": pool.step.at_pace(steps_take)}), measured)
+    at_pace = _errors(pool.model_copy(update={"step": pool.step.at_pace(steps_take)}), measured)
     found: dict[str, Any] = {f"{name}_error": round(error, 4) for name, error in worst.items()}
-    found |= {f"{name}_error_as_calibrated": round(error, 4) for name, error in calibrated.items()}
+    found |= {f"{name}_error_at_pace": round(error, 4) for name, error in at_pace.items()}
     found |= {
         "when": datetime.now(timezone.utc).date().isoformat(),
         "machine": step_model.machine_kind(),

@@ -128,7 +128,7 @@ def words(found: Mapping[str, Any]) -> str:
     if not found:
         return "unknown, no run of such a replica was compared"
     ttft, latency = f"{found['ttft_p95_error']:+.1%}", f"{found['latency_p95_error']:+.1%}"
-    where = f"where it was compared with real runs at their speed ({found['when']}, {found['machine']})"
+    where = f"where it was compared with real runs ({found['when']}, {found['machine']})"
     return f"TTFT p95 was off by {ttft} and end to end p95 by {latency} at worst {where}"
 
 

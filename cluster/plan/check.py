@@ -5,10 +5,10 @@
 Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
 sequences, in turns. The requests of an open load are written as a trace, which the bench replays, without those that
 the engine refuses; those of the closed loop are drawn by the bench, so that it is for one class, of no trace, all of
-whose requests fit. Steps are measured before each turn and after. Afterwards the same loads are forecast once more, at
-the speed that the machine had meanwhile: this tells what its drift does apart from what the model lacks. The largest
-errors at that speed are kept beside the step model, and told with every plan that it makes, unless other processes used
-the machine meanwhile or it drifted too far.
+whose requests fit. The largest errors are kept beside the step model, and told with every plan that it makes, unless
+other processes used the machine meanwhile or its speed is another than when the engine was calibrated: steps are
+measured before each turn and after. The same loads are forecast once more at the speed measured meanwhile, which tells
+what the machine's drift does apart from what the model lacks.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def keep(folder: Path, made: str, found: list[Compared]) -> None:
         return
     errors = {}
     for name in FIGURES:
-        if each := [one.at_pace[name] / one.measured[name] - 1 for one in found if one.measured[name] > 0]:
+        if each := [one.forecast[name] / one.measured[name] - 1 for one in found if one.measured[name] > 0]:
             errors[name] = max(each, key=abs)
     unfinished = folder / f"{CHECKED}.partial"
     unfinished.write_text(json.dumps({"of": made, "errors": errors}) + "\n", "utf-8")

@@ -30,8 +30,8 @@ def test_errors_are_those_of_the_forecast_as_calibrated_and_at_the_speed_of_the_
 def test_the_largest_errors_are_told_with_the_plans_of_the_same_step_model(tmp_path):
     said = [dict.fromkeys(FIGURES, value) for value in (1.1, 0.7, 1.2)]
     was = [dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 1.0), dict.fromkeys(FIGURES, 0.0)]
-    at_calibration = dict.fromkeys(FIGURES, 9.0)  # not kept: it holds the machine's drift
-    loads = [Compared("x", at_calibration, was, 0, 0.02, said) for said, was in zip(said, was, strict=True)]
+    at_pace = dict.fromkeys(FIGURES, 9.0)  # not kept: plans are made as the engine was calibrated
+    loads = [Compared("x", *one, 0, 0.02, at_pace) for one in zip(said, was, strict=True)]
     keep(tmp_path, "today", loads)
     assert _checked(tmp_path, "today") == pytest.approx(dict.fromkeys(FIGURES, -0.3))
     assert _checked(tmp_path, "later") == {} == _checked(tmp_path / "none", "today")
