@@ -161,10 +161,10 @@ test-fast: setup ## the tests that need no server, in three processes (some wait
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target fast-gateway fast-build fast-rest
 
 fast-gateway:
-	$(BIN)/python -m pytest $(FAST) -q tests/gateway tests/clients tests/simulator
+	$(BIN)/python -m pytest $(FAST) -q tests/gateway tests/simulator
 
 fast-build:
-	$(BIN)/python -m pytest $(FAST) -q tests/build tests/python_backends
+	$(BIN)/python -m pytest $(FAST) -q tests/build tests/python_backends tests/clients
 
 fast-rest:
 	$(BIN)/python -m pytest $(FAST) -q tests $(addprefix --ignore=tests/,gateway clients simulator build python_backends end_to_end)
