@@ -80,7 +80,7 @@ class HeartbeatListener:
         self._progress = {pid: progress for pid, progress in self._progress.items() if pid in stubs}
         hung = []
         for pid, progress in self._progress.items():
-            used_s, now_s = cpu_s(pid), time.monotonic()
+            now_s, used_s = time.monotonic(), cpu_s(pid)  # in this order: CPU used in a pause between them counts
             silent = progress.heartbeats.check(progress.received, True, used_s, now_s)
             stuck = progress.calls.check(progress.calls_ended, progress.in_call, used_s, now_s)
             if silent or stuck:
