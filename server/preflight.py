@@ -5,10 +5,8 @@ A mismatch would show later as a crash, a failed allocation, or wrong text; here
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,22 +17,17 @@ from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest
 from server import machine as machines
 from server.machine import Gpu, Machine
+from server.memory_footprint import memory_footprint, parallelism
 
 GIB = 1024**3
 CPU_PACKAGES = {"openvino": "openvino", "openvino_genai": "openvino-genai"}  # by key in the manifest
+RESERVE_BYTES = 256 * 1024**2  # the server's processes beside weights and KV pool
 CGROUP = Path("/sys/fs/cgroup")  # in a container its own
 # The limit, the use, and the start of the names in memory.stat: cgroup v2, v1.
 CGROUP_FILES = (
     ("memory.max", "memory.current", ""),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
 )
-# What a GPU engine takes beside its weights; ``build.recipe.memory`` explains the formulas. They are repeated here as
-# ``build/`` is absent where engines are only served; a test compares the results.
-KV_BYTES = {"fp8": 1, "int8": 1, "auto": 2}
-CONTEXT_BYTES = int(0.76 * 1024**3)
-WORKSPACE_BYTES = 32 * 1024**2
-SEQUENCE_BYTES, SEQUENCE_VOCAB_BYTES = 650_000, 24.8
-ACTIVATIONS_IN_8_BITS = ("fp8", "fp8_pc_pt", "w4a8_awq", "int8_sq", "nvfp4")
 
 
 def free_memory_bytes() -> int:
@@ -61,7 +54,7 @@ def check(manifest: EngineManifest, folder: Path) -> None:
     """
     _check_tokenizer(manifest, folder)
     if manifest.kind in ("cpu", *encoder.KINDS):
-        problem = _problem_on_cpu(manifest)
+        problem = _problem_on_cpu(manifest, folder)
     else:
         problem = _problem_on_gpu(manifest, folder, machines.inspect()) or _import_problem(manifest)
     if problem:
@@ -79,7 +72,7 @@ def _check_tokenizer(manifest: EngineManifest, folder: Path) -> None:
         )
 
 
-def _problem_on_cpu(manifest: EngineManifest) -> str | None:
+def _problem_on_cpu(manifest: EngineManifest, folder: Path) -> str | None:
     rebuild = f"`make build-engine ENGINE={manifest.name}` builds and verifies it for what is installed"
     for name, distribution in CPU_PACKAGES.items():
         built, here = manifest.versions.get(name), machines.package(distribution)
@@ -88,7 +81,7 @@ def _problem_on_cpu(manifest: EngineManifest) -> str | None:
         if built is not None and here != built:
             return f"it was built and verified with {distribution} {built}, and {here} is installed; {rebuild}"
     available = free_memory_bytes()
-    need = manifest.memory_bytes or 0  # as the build planned it; engines built before it did are not checked
+    need = _cpu_bytes(manifest, folder)
     if need <= available:
         return None
     take = f"take {need / GIB:.1f} GiB, and {available / GIB:.1f} GiB"
@@ -98,6 +91,15 @@ def _problem_on_cpu(manifest: EngineManifest) -> str | None:
         f"weights, activations and {manifest.kv_cache_tokens} tokens of KV cache {take} "
         "of memory are free; lower kv_cache_tokens or the precision in its recipe"
     )
+
+
+def _cpu_bytes(manifest: EngineManifest, folder: Path) -> int:
+    """Memory by the build plan; without one, the sum of weights, KV pool, activations and the server's processes."""
+    if manifest.memory_bytes is not None:
+        return manifest.memory_bytes
+    weights = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    beside = memory_footprint(manifest, folder)
+    return weights + beside.pool_bytes + beside.workspace_bytes + RESERVE_BYTES
 
 
 def _problem_on_gpu(manifest: EngineManifest, folder: Path, machine: Machine) -> str | None:
@@ -175,51 +177,3 @@ def _numbers(version: str) -> tuple[int, ...]:
     """``10.14.1.48`` → (10, 14, 1, 48); a suffix such as ``rc15`` is dropped."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
-
-
-@dataclass(frozen=True)
-class MemoryFootprint:
-    """Memory on the rank that needs most, in bytes. pool_tokens: KV tokens that must fit."""
-
-    pool_tokens: int
-    pool_bytes: int
-    workspace_bytes: int
-
-
-def memory_footprint(manifest: EngineManifest, folder: Path) -> MemoryFootprint:
-    """Return the memory that the GPU engine in ``folder`` needs beside its weights.
-
-    An engine that sizes its pool when it loads needs one for a sequence of max_seq_len at least. Without a known
-    config.json in the folder only the values of the manifest are counted.
-    """
-    tokens = manifest.kv_cache_tokens or manifest.max_seq_len
-    sequences = manifest.max_batch_size * int(manifest.recipe.get("max_beam_width") or 1)
-    buffers = int(sequences * (SEQUENCE_BYTES + SEQUENCE_VOCAB_BYTES * manifest.vocab_size))
-    try:
-        per_token, activations = _of_config(
-            manifest, json.loads((folder / "config.json").read_text("utf-8")), sequences
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        per_token = activations = 0
-    return MemoryFootprint(tokens, tokens * per_token, activations + CONTEXT_BYTES + buffers)
-
-
-def _of_config(manifest: EngineManifest, config: dict[str, int], sequences: int) -> tuple[int, int]:
-    """Return the bytes of a token's KV cache and those of activations."""
-    tp, pp = parallelism(manifest)
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_size = config.get("head_dim") or hidden // heads
-    layers = -(-config["num_hidden_layers"] // pp)
-    per_token = 2 * layers * max(1, kv_heads // tp) * head_size * KV_BYTES[manifest.kv_cache_precision]
-    widest = max(config.get("intermediate_size", 0), (heads + kv_heads) * head_size) / tp
-    copies = 5 if manifest.precision in ACTIVATIONS_IN_8_BITS else 2
-    options = manifest.recipe.get("build") or {}
-    gathered = any(options.get(key) for key in ("gather_context_logits", "gather_all_token_logits"))
-    logits = (manifest.max_num_tokens if gathered else sequences) * manifest.vocab_size / tp * 2
-    return per_token, int(WORKSPACE_BYTES + manifest.max_num_tokens * 2 * (2 * widest + copies * hidden) + logits)
-
-
-def parallelism(manifest: EngineManifest) -> tuple[int, int]:
-    """Return the numbers of tensor-parallel and of pipeline-parallel ranks."""
-    return int(manifest.recipe.get("tp") or 1), int(manifest.recipe.get("pp") or 1)

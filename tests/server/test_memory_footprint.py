@@ -7,10 +7,10 @@ import gpu_recipes
 import pytest
 
 from build.base import shape as shapes
-from build.recipe import memory
+from build.recipe import memory, schema
 from build.recipe import recipe as recipes
 from contract.manifest import EngineManifest
-from server.preflight import memory_footprint
+from server.memory_footprint import memory_footprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,24 +51,30 @@ def manifest(recipe: recipes.Recipe) -> EngineManifest:
     )
 
 
+CPU = recipes.Recipe("mine", schema.CPU, "m", "int8", "u8", 64, 512, 4096, kv_cache_tokens=262144)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
+        CPU,
+        recipes.Recipe("mine", schema.CPU, "m", "bf16", "f32", 8, 1024, 4096, kv_cache_tokens=32768),
         gpu_recipes.make(kv_cache_tokens=65536),
         gpu_recipes.make(tp=2, kv_cache_tokens=65536),
         gpu_recipes.make(tp=2, pp=2, kv_cache_precision="auto", precision="bf16", kv_cache_tokens=32768),
     ],
-    ids=["gpu", "gpu tp 2", "gpu tp 2 pp 2"],
+    ids=["cpu int8 u8", "cpu bf16 f32", "gpu", "gpu tp 2", "gpu tp 2 pp 2"],
 )
 def test_pool_and_workspace_are_the_plans(recipe, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arch = shapes.from_config("mine", CONFIG, "test").architecture
     planned = memory.footprint(recipe, arch)
     found = memory_footprint(manifest(recipe), tmp_path)
-    assert found.workspace_bytes == planned.activation_bytes + planned.buffer_bytes + planned.context_bytes
+    context = 0 if recipe.kind == schema.CPU else planned.context_bytes
+    assert found.workspace_bytes == planned.activation_bytes + planned.buffer_bytes + context
     assert found.pool_bytes == recipe.kv_cache_tokens * planned.kv_bytes_per_token
 
 
 def test_without_a_known_config_what_the_manifest_says_is_counted(tmp_path):
-    found = memory_footprint(manifest(gpu_recipes.make(kv_cache_tokens=32)), tmp_path)
-    assert found.workspace_bytes > 0 and found.pool_bytes == 0
+    assert memory_footprint(manifest(CPU), tmp_path).workspace_bytes == 0
+    assert memory_footprint(manifest(gpu_recipes.make(kv_cache_tokens=32)), tmp_path).workspace_bytes > 0
