@@ -110,11 +110,13 @@ class _State(BaseModel):
 
     @staticmethod
     def from_json(value: object, now_s: float) -> _State:
-        """Read a state, also one of another version or time; one that is broken is replaced by none."""
+        """Read a state, also one of another version or time, or a broken one: what cannot be used is left out."""
+        found = dict(value) if isinstance(value, Mapping) else {}
         try:
-            state = _State.model_validate(value if isinstance(value, Mapping) else {})
-        except ValidationError:
-            state = _State()
+            state = _State.model_validate(found)
+        except ValidationError as exc:
+            wrong = {error["loc"][0] for error in exc.errors()}
+            state = _State.model_validate({name: item for name, item in found.items() if name not in wrong})
         for name in ("up_s", "changed_s", "level_s", "busy_s"):  # a time that has not come yet is none
             setattr(state, name, getattr(state, name) if getattr(state, name) <= now_s else _NEVER)
         recent, state.recent = sorted(state.recent), []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scaling.law import Decision, Load, decide
+from cluster.scaling.law import Decision, Load, _State, decide
 from cluster.scaling.rules import PoolRules
 
 NOW_S = 1_790_000_000.0 // 86_400 * 86_400  # a midnight
@@ -420,3 +420,8 @@ def test_three_days_of_traffic():
     ideal_s = sum(day(at_s, random.Random(1)) / 100 * 10 for at_s in range(0, 3 * 86_400, 10))
     assert pool.replica_s < 1.75 * ideal_s  # 20 to 40 % of it are headroom
     assert waited[1] < waited[0] / 2 and waited[2] < waited[0] / 2  # the second morning was expected
+
+
+def test_of_a_damaged_state_the_rest_is_kept():
+    state = _State.from_json({"wanted": 3, "level": "x", "days": [1.0], "unknown": 1}, 100.0)
+    assert (state.wanted, state.level, state.days) == (3, 0.0, _State().days)
