@@ -58,8 +58,8 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A load before it runs. forecast: of a replica. options: for the bench."""
+class _BenchLoad:
+    """A load that the bench can run. forecast: what a replica makes of it. options: of the bench's command."""
 
     name: str
     forecast: Callable[[Replica], Forecast]
@@ -84,39 +84,41 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
     timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
-    turns: dict[str, list[tuple[_Asked, Compared]]] = {}
+    turns: dict[str, list[tuple[_BenchLoad, Compared]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         ratios = [_steps_take(given.engine, folder)]
         for nth in range(ROUNDS):
             mix = replace(load, seed=scenario.seed + nth)
-            for asked in _loads(mix, replica, rate, clients, turn_s, folder):
-                compared = _compared(asked, replica, timing, folder)
-                turns.setdefault(asked.name, []).append((asked, compared))
+            for bench_load in _loads(mix, replica, rate, clients, turn_s, folder):
+                compared = _compared(bench_load, replica, timing, folder)
+                turns.setdefault(bench_load.name, []).append((bench_load, compared))
             ratios.append(_steps_take(given.engine, folder))
     steps_take = geometric_mean(ratios)
     now = replace(replica, step=replica.step.at_pace(steps_take))
     found = [
-        _mean([replace(one, at_pace=_figures(asked.forecast(now))) for asked, one in each], steps_take)
+        _mean([replace(one, at_pace=_figures(bench_load.forecast(now))) for bench_load, one in each], steps_take)
         for each in turns.values()
     ]
     keep(Path(given.engine), replica.step.made, found)
     return found
 
 
-def _loads(load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str) -> Iterator[_Asked]:
+def _loads(
+    load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str
+) -> Iterator[_BenchLoad]:
     end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
     for per_s in (part * rate for part in PARTS):
         coming = (one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s)
         requests = [one for one in coming if one.input_tokens + one.output_tokens <= replica.longest]
         trace.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in requests))
         forecast = partial(_open_loop, requests, end_s)
-        yield _Asked(f"{per_s:.3g} requests/s", forecast, ["--arrivals", f"trace:{trace}"])
+        yield _BenchLoad(f"{per_s:.3g} requests/s", forecast, ["--arrivals", f"trace:{trace}"])
     if len(load.classes) == 1 and not load.classes[0].trace and not load.means(replica.longest, "")[2]:
         options = ["--concurrency", str(clients)]
         for name in ("input", "output"):
             size = getattr(load.classes[0], name)
             options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
-        yield _Asked(f"{clients} clients", partial(_closed_loop, load, clients, end_s), options)
+        yield _BenchLoad(f"{clients} clients", partial(_closed_loop, load, clients, end_s), options)
 
 
 def _open_loop(requests: list[Request], end_s: float, replica: Replica) -> Forecast:
@@ -151,14 +153,14 @@ def keep(folder: Path, made: str, found: list[Compared]) -> None:
     os.replace(unfinished, folder / CHECKED)
 
 
-def _compared(asked: _Asked, replica: Replica, timing: list[str], folder: str) -> Compared:
-    expected = asked.forecast(replica)
-    [result] = _bench(["run", *asked.options, *timing], folder)
+def _compared(bench_load: _BenchLoad, replica: Replica, timing: list[str], folder: str) -> Compared:
+    expected = bench_load.forecast(replica)
+    [result] = _bench(["run", *bench_load.options, *timing], folder)
     got, host = result["figures"], result["host_load"]
     ttft, itl, latency = got["ttft_s"], got["itl_s"], got["latency_s"]
     values = (got["output_tokens_per_s"], ttft["p50"], ttft["p95"], itl["mean"], latency["p95"])
     measured = dict(zip(FIGURES, values, strict=True))
-    return Compared(asked.name, _figures(expected), measured, got["failed"], host["others"] + host["stolen"])
+    return Compared(bench_load.name, _figures(expected), measured, got["failed"], host["others"] + host["stolen"])
 
 
 def _figures(forecast: Forecast) -> dict[str, float]:

@@ -231,69 +231,73 @@ def generated(listener, sent):
     return [[token for o in outputs if o.id == id for token in o.token_ids] for id in sent]
 
 
+@contextlib.contextmanager
+def worker(engine):
+    """A worker that is ready, and what it says."""
+    listener = Listener()
+    link = WorkerLink(engine, listener)
+    listener.wait(lambda: listener.ready or listener.dead)
+    try:
+        yield link, listener
+    finally:
+        link.close()
+        listener.wait(lambda: listener.dead)
+
+
+def send(link: WorkerLink, number: int, ids: list[int], most: int) -> None:
+    link.send(AddSequence(number, np.array(ids, np.int64), most, SamplingParams(top_k=1), frozenset()))
+
+
+def run(link: WorkerLink, listener: Listener, number: int, ids: list[int]) -> None:
+    """Send a sequence of 200 tokens and wait for the first."""
+    send(link, number, ids, 200)
+    listener.wait(lambda: any(o.id == number for report in listener.reports for o in report.outputs))
+
+
+def continued(link: WorkerLink, listener: Listener, prompts: dict[int, list[int]], at_once: bool) -> list[list[int]]:
+    """Send 12 tokens of each prompt, together or one after the other; return what was generated."""
+    for number, prompt in prompts.items():
+        send(link, number, prompt, 12)
+        if not at_once:
+            listener.wait(lambda number=number: number in ended(listener) or listener.dead)
+    return generated(listener, prompts)
+
+
 @pytest.mark.slow
 def test_continuations_of_one_text_sent_at_once_get_what_they_get_alone(triton_types, tiny_engine):
     text, tails = [7, 8, 9, 10, 11, 12], ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22])
-    greedy = SamplingParams(top_k=1)
 
     def texts(at_once: bool) -> list[list[int]]:
-        listener = Listener()
-        link = WorkerLink(tiny_engine, listener)
-        listener.wait(lambda: listener.ready or listener.dead)
-        try:
-            number = 0
-            found = []
+        found = []
+        with worker(tiny_engine) as (link, listener):
             for start in range(3):
-                begun = [*text, start]
-                number += 1
-                link.send(AddSequence(number, np.array(begun, np.int64), 3, greedy, frozenset()))
-                listener.wait(lambda number=number: number in ended(listener) or listener.dead)
-                begun += [token for r in listener.reports for o in r.outputs if o.id == number for token in o.token_ids]
-                sent = []
+                begun, first = [*text, start], 100 * start + 1
+                send(link, first, begun, 3)
+                listener.wait(lambda first=first: first in ended(listener) or listener.dead)
+                begun += [token for r in listener.reports for o in r.outputs if o.id == first for token in o.token_ids]
                 if at_once:  # beside a sequence that runs, so that all of them come during one step
-                    number += 1
-                    link.send(AddSequence(number, np.array([200 + start] * 40, np.int64), 200, greedy, frozenset()))
-                    listener.wait(lambda n=number: any(o.id == n for r in listener.reports for o in r.outputs))
-                for tail in tails:
-                    number += 1
-                    sent.append(number)
-                    prompt = np.array([*begun, *tail], np.int64)
-                    link.send(AddSequence(number, prompt, 12, greedy, frozenset()))
-                    if not at_once:
-                        listener.wait(lambda number=number: number in ended(listener) or listener.dead)
-                found += generated(listener, sent)
-            return found
-        finally:
-            link.close()
-            listener.wait(lambda: listener.dead)
+                    run(link, listener, first + 1, [200 + start] * 40)
+                prompts = {number: [*begun, *tail] for number, tail in enumerate(tails, first + 2)}
+                found += continued(link, listener, prompts, at_once)
+        return found
 
     assert texts(at_once=True) == texts(at_once=False)
 
 
 @pytest.mark.slow
 def test_continuations_of_a_prompt_that_runs_get_what_they_get_alone(triton_types, tiny_engine):
-    greedy, tails = SamplingParams(top_k=1), ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22], [13, 14, 16, 17, 18])
+    tails = ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22], [13, 14, 16, 17, 18])
 
     def texts(at_once: bool) -> list[list[int]]:
-        listener, found = Listener(), []
-        link = WorkerLink(tiny_engine, listener)
-        listener.wait(lambda: listener.ready or listener.dead)
-        try:
+        found = []
+        with worker(tiny_engine) as (link, listener):
             for start in range(4):
                 begun, first = [7, 8, 9, 10, 11, 12, start], 100 * start + 1
                 if at_once:
-                    link.send(AddSequence(first, np.array(begun, np.int64), 200, greedy, frozenset()))
-                    listener.wait(lambda id=first: any(o.id == id for r in listener.reports for o in r.outputs))
-                sent = range(first + 1, first + 1 + len(tails))
-                for number, tail in zip(sent, tails, strict=True):
-                    link.send(AddSequence(number, np.array([*begun, *tail], np.int64), 12, greedy, frozenset()))
-                    if not at_once:
-                        listener.wait(lambda number=number: number in ended(listener) or listener.dead)
-                found += generated(listener, sent)
-            return found
-        finally:
-            link.close()
-            listener.wait(lambda: listener.dead)
+                    run(link, listener, first, begun)
+                prompts = {number: [*begun, *tail] for number, tail in enumerate(tails, first + 1)}
+                found += continued(link, listener, prompts, at_once)
+        return found
 
     assert texts(at_once=True) == texts(at_once=False)
 
