@@ -129,6 +129,7 @@ def cpu_s(pid: int) -> float:
 
 def _read(process: psutil.Process) -> Use:
     pid = process.pid
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)  # not in psutil
-    peak_bytes = int(peak[1]) * 1024 if peak else 0
-    return Use(cpu_s(pid), process.memory_info().rss, peak_bytes, waited_s=waited_s(pid))
+    # One reading of both, so that the peak is never below the present; psutil does not give the peak.
+    sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    rss_bytes, peak_bytes = (int(sizes.get(name, 0)) * 1024 for name in ("VmRSS", "VmHWM"))
+    return Use(cpu_s(pid), rss_bytes, peak_bytes, waited_s=waited_s(pid))

@@ -3,7 +3,7 @@
 ``python -m server`` is the command line; :func:`server.running` starts a server from Python.
 
 supervisor: runs a server by what recovery decides.
-    checks before the start: settings, preflight (machine), installation, repository, ports
+    checks before the start: settings, preflight (machine, memory_footprint), installation, repository, ports
     instance: one run of tritonserver (triton_command, process, reaper, shared_memory, admin)
     watching it: liveness_probe, server_metrics, hang_detection, stubs
     several engines: server_chain
