@@ -54,10 +54,14 @@ class StepTimes:
                 steps.popleft()
             if not self.knows(number, drafts=kind):
                 self.costs.pop(number, None)
-        if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
-            both = self._seconds[sequences, True], self._seconds[sequences, False]
-            drafted_s, plain_s = (statistics.median(taken_s for _, taken_s in steps) for steps in both)
+        drafted_s, plain_s = (self.median_s(sequences, drafts=kind) for kind in (True, False))
+        if drafted_s and plain_s:
             self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
+
+    def median_s(self, sequences: int, *, drafts: bool) -> float:
+        """Return the median of such steps; 0 if they were not seen often enough."""
+        steps = self._seconds.get((sequences, drafts), ())
+        return statistics.median(taken_s for _, taken_s in steps) if self.knows(sequences, drafts=drafts) else 0.0
 
     def knows(self, sequences: int, *, drafts: bool) -> bool:
         """Return whether such steps were seen often enough."""
@@ -76,8 +80,10 @@ class DraftLength:
         self._accepted = self._shared = _EXPECTED
         self._refused = 0  # requests since the averages began anew
         self._seen = 0.0  # steps since then
-        # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together.
+        # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together. Of
+        # the idle engine's the CPU time, which other processes hardly change: as a server starts, others often do.
         self._idle, self._served = StepTimes(), StepTimes(_FORGOTTEN)
+        self._least_s: dict[int, float] = {}  # of the idle engine's plain steps, by the number of sequences
 
     def refused(self) -> None:
         """Take in that a request came that is not drafted for."""
@@ -120,19 +126,27 @@ class DraftLength:
         """Return the draft tokens per step of a request beside so many others."""
         return drafts_beside(self._most, running)
 
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool) -> None:
-        """Take in how long a step that only decoded so many sequences took. idle: it was made to be timed."""
-        (self._idle if idle else self._served).observe(sequences, taken_s, drafts=drafts)
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool, cpu_s: float | None = None) -> None:
+        """Take in how long a step that only decoded so many sequences took. cpu_s: its CPU time, where the idle engine
+        made it to be timed."""
+        if cpu_s is None:
+            self._served.observe(sequences, taken_s, drafts=drafts)
+            return
+        self._idle.observe(sequences, cpu_s, drafts=drafts)
+        if not drafts:
+            self._least_s[sequences] = min(taken_s, self._least_s.get(sequences, taken_s))
 
     def cost(self, sequences: int) -> float:
         """Return how many plain steps longer a step with drafts takes, between the nearest numbers that are known.
 
-        Until the engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for as
-        long as they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
+        Drafts add as much to a step in service as to one of an idle engine, of which they are a larger part. Until the
+        engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for as long as
+        they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
         """
         if self.untimed in self._idle_steps[:4]:  # of one and of the most
             return 0.0 if sequences == 1 else math.inf
-        costs = self._idle.costs | self._served.costs
+        plain_s = {n: max(self._least_s[n], self._served.median_s(n, drafts=False)) for n in self._idle.costs}
+        costs = {n: cost * self._least_s[n] / plain_s[n] for n, cost in self._idle.costs.items()} | self._served.costs
         known = sorted(costs)
         return float(np.interp(sequences, known, [costs[n] for n in known]))
 
