@@ -142,11 +142,13 @@ class Models:
         tenant: Tenant,
         headers: Mapping[str, str],
         ready: Callable[[ServedModel], bool],
+        default_length: bool = False,
     ) -> ServedModel:
         """Return the model that serves ``requests`` under ``name``: the model itself, or the choice of a router.
 
         A router takes the smallest of its models that the tenant may use, that has the capabilities and the context,
         and that is ready; ``x-trident-escalate: N`` skips the N smallest of those that fit.
+        default_length: ``max_tokens`` is a default, which is lowered where no model has room for all of it.
         Raises: ModelNotFound; InvalidArgument if no model fits, or for the header.
         """
         model, needs = self.find(name, tenant), needs_of(requests)
@@ -157,6 +159,9 @@ class Models:
         listed = [candidate for candidate in listed if self._may_use(candidate, tenant)]
         able = self._check(model, listed, needs, tenant)
         fitting = [candidate for candidate in able if await _fits(candidate, requests, tenant)]
+        if not fitting and default_length:
+            shorter = [replace(request, max_tokens=1) for request in requests]
+            fitting = [candidate for candidate in able if await _fits(candidate, shorter, tenant)][-1:]
         if not fitting:
             most = max(candidate.rules.context_length or 0 for candidate in able)
             problem = f"must have room for the prompt and max_tokens, got {name} with at most {most} tokens"

@@ -29,7 +29,8 @@ class _Watched:
 class Releases:
     """Judges the candidates once a second and rolls back the bad ones.
 
-    outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here.
+    outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here, and
+        whether its figures were why.
     stopped: by release, the start that was rolled back in this gateway, and why.
     tell: publishes the outcomes to the other workers of the gateway. ready_in: returns the ready replicas of a pool.
     """
@@ -37,7 +38,7 @@ class Releases:
     def __init__(
         self,
         outcomes: PoolOutcomes,
-        rolled_back: Callable[[str, str], None],
+        rolled_back: Callable[[str, str, bool], None],
         tell: Callable[..., None] = lambda topic, *message: None,
         ready_in: Callable[[str], Sized] = lambda pool: "some",
     ) -> None:
@@ -76,11 +77,11 @@ class Releases:
         self.stopped[name] = (rules.started, reason)
         return rules
 
-    def roll_back(self, name: str, reason: str) -> None:
+    def roll_back(self, name: str, reason: str, judged: bool = False) -> None:
         """Roll back one release in this gateway, now. Nothing happens to one that was rolled back."""
         if rules := self.stop(name, reason):
             _LOG.error("release %s: rolled back from %g %% of %s: %s", name, rules.weight, rules.candidate, reason)
-            self._rolled_back(name, reason)
+            self._rolled_back(name, reason, judged)
 
     def check(self, now_s: float) -> None:
         """Judge every running candidate, at most once in PERIOD_S."""
@@ -101,7 +102,7 @@ class Releases:
             watched.verdict = burn_rate.judge(rollback, (short, long), watched.baseline)
             # Bad answers are better than none: no request goes back to a pool that is gone.
             if watched.verdict.reason and rollback.automatic and self._ready_in(rules.stable):
-                self.roll_back(name, watched.verdict.reason)
+                self.roll_back(name, watched.verdict.reason, judged=True)
 
     def judged(self) -> list[tuple[str, ReleaseRules, Verdict]]:
         """Return each release as it holds now, with the latest verdict."""

@@ -257,11 +257,12 @@ class Service:
         await asyncio.to_thread(release_file.apply, path, action, name, fields, check, shares)
         await self.configuration.reload()
 
-    def _rolled_back(self, name: str, reason: str) -> None:
+    def _rolled_back(self, name: str, reason: str, judged: bool) -> None:
         """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""
         self._release()
         self.tell_workers("rolled_back", name, reason)
-        self._audit("release.rollback", name, "ok", reason=reason)
+        if judged:  # the request of an operator is recorded with who sent it
+            self._audit("release.rollback", name, "ok", reason=reason)
         self._rollbacks[name] = self._background.start(self._write_rollback(name, reason))
 
     def _rolled_back_elsewhere(self, name: str, reason: str) -> None:
@@ -339,10 +340,11 @@ class Service:
         return await self.authentication.tenant(headers)
 
     async def routed(
-        self, model: str, requests: Sequence[GenerationRequest], context: RequestContext
+        self, model: str, requests: Sequence[GenerationRequest], context: RequestContext, default_length: bool = False
     ) -> RequestContext:
         """Return the context of ``requests`` with their class, the model of that name or of a router's choice, and its
-        pool. Raises: as ``classified`` and Models.serving, and Unavailable if nothing can serve the model.
+        pool. default_length: as Models.serving. Raises: as ``classified`` and Models.serving, and Unavailable if
+        nothing can serve the model.
         """
         context = self.classified(context)
         tenant = context.tenant
@@ -355,7 +357,7 @@ class Service:
                 accepts(target, requests) for target in candidate.rules.fallbacks
             )
 
-        served = await self.models.serving(model, requests, tenant, context.carrier, ready)
+        served = await self.models.serving(model, requests, tenant, context.carrier, ready, default_length)
         if served.rules.pools:  # a tenant's own pool is kept where it serves the model
             pool = tenant.pool if tenant.pool in served.rules.pools else served.pool
         elif ready(served):

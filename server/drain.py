@@ -40,7 +40,8 @@ async def drain(server: ServerInstance, drain_s: float, reason: str) -> DrainRes
     except TridentError:
         return DrainResult.CUT_OFF
     idle = IdleDetector(IDLE_S)
-    if await _is_idle_within(drain_s, server, idle):
+    # That nothing runs takes IDLE_S to see, also where streams get no time.
+    if await _is_idle_within(max(drain_s, IDLE_S + 2 * POLL_INTERVAL_S), server, idle):
         return DrainResult.COMPLETED
     aborts = asyncio.create_task(keep_aborting(server.control_socket, reason))
     try:

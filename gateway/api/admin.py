@@ -18,6 +18,7 @@ from gateway.api import error_responses, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge
 from gateway.api.strict_model import StrictModel
+from gateway.config import release_file
 from gateway.config.settings import variable
 from gateway.identity.principal import Principal
 from gateway.identity.stored_keys import KeyRole, StoredKeys
@@ -127,7 +128,8 @@ def routes(service: Service) -> list[Route]:
         action = str(change.pop("action", ""))
         note(request, f"release.{action:.20}", name, before=standing(name))
         await service.change_release(name, action, change)
-        note(request, f"release.{action}", name, after=standing(name))
+        why = {"reason": release_file.rollback_reason(change)} if action == "rollback" else {}
+        note(request, f"release.{action}", name, after=standing(name), **why)
         return await releases(request)
 
     def standing(name: str) -> dict[str, Any]:

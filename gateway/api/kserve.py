@@ -21,7 +21,13 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelReadyRequest, ModelStreamInferResponse
+from tritonclient.grpc.service_pb2 import (
+    ModelInferRequest,
+    ModelReadyRequest,
+    ModelStreamInferResponse,
+    RepositoryIndexRequest,
+    RepositoryIndexResponse,
+)
 
 from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
@@ -77,6 +83,7 @@ class KServeEndpoint(GrpcEndpoint):
             "ServerLive": unary(self._server_live),
             "ServerReady": unary(self._server_ready),
             "ModelReady": unary(self._model_ready),
+            "RepositoryIndex": unary(self._repository_index),
             "ModelInfer": unary(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
         }
@@ -99,6 +106,26 @@ class KServeEndpoint(GrpcEndpoint):
         ready = self._service.ready() and version in _VERSIONS
         ready = ready and (not model.pool or self._service.replicas.serves(model.pool))
         return _flag(ready and (not packed or bool(self._replicas(model, packed))))
+
+    async def _repository_index(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """Return the models that the caller may use; only the ready ones if it asks so, as Triton does."""
+        try:
+            tenant = await self._service.tenant(_carrier(context))
+            ready_only = RepositoryIndexRequest.FromString(request).ready
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is not a RepositoryIndexRequest")
+            raise
+        except TridentError as error:
+            await context.abort(*error_responses.grpc_status(error))
+            raise
+        index = RepositoryIndexResponse()
+        for model in self._service.models.of(tenant):
+            if self._replicas(model, packed=False):
+                index.models.add(name=model.name, version="1", state="READY")
+            elif not ready_only:
+                index.models.add(name=model.name, version="1", state="UNAVAILABLE", reason="no replica is ready")
+        payload: bytes = index.SerializeToString()
+        return payload
 
     def _replicas(self, model: ServedModel, packed: bool) -> list[RoutedReplica]:
         """Return the ready replicas of a model. packed: those that have the packed ensemble."""

@@ -207,7 +207,7 @@ async def _routed(
     requests = body.generations(service.settings, timeout_s)
     if hooks is not None:
         requests = await hooks.changed(requests, body.model, user)
-    context = await service.routed(body.model, requests, context)
+    context = await service.routed(body.model, requests, context, body.has_default_length)
     if hooks is not None:
         hooks.call.model = context.model.name
     if used is not None:

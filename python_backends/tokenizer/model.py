@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -180,8 +181,8 @@ class TritonPythonModel:
         for name, value, neutral in (
             ("min_p", cpp and prompt.min_p, "0"),
             ("num_top_log_probs", cpp and prompt.num_top_log_probs, "0"),
-            ("bad_words", not cpp and prompt.bad_words, "left out"),
-            ("embedding_bias_words", not cpp and prompt.bias_words, "left out"),
+            ("bad_words", not cpp and prompt.bad_words and json.dumps(prompt.bad_words)[:100], "left out"),
+            ("embedding_bias_words", not cpp and prompt.bias_words and json.dumps(prompt.bias_words)[:100], "left out"),
             ("return_prompt_log_probs", not cpu and prompt.prompt_log_probs, "false"),
             ("max_tokens", not cpu and prompt.max_tokens == 0 and "0", "1 or more"),
             ("continue_ids", not cpu and prompt.continue_ids.size and f"{prompt.continue_ids.size} ids", "left out"),

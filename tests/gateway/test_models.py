@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ async def chosen(
     request: GenerationRequest = TEXT,
     tenant: Tenant = ANYONE,
     ready: Any = None,
+    default_length: bool = False,
     **headers: str,
 ) -> str:
-    served = await made.serving(
-        name, (request,), tenant, {k.replace("_", "-"): v for k, v in headers.items()}, ready or (lambda one: True)
-    )
+    sent = {k.replace("_", "-"): v for k, v in headers.items()}
+    served = await made.serving(name, (request,), tenant, sent, ready or (lambda one: True), default_length)
     return served.name
 
 
@@ -154,6 +155,17 @@ def test_a_router_takes_the_smallest_that_fits_and_is_ready(sizes, able, up, max
         return
     larger = fitting[min(escalate, len(fitting) - 1) :]
     assert asyncio.run(choose()) == next((name for name in larger if ready[name]), larger[0])
+
+
+async def test_a_default_length_that_fits_nowhere_takes_the_largest_model_with_room_for_the_prompt():
+    rows = {name: {"pools": [name], "context_length": size} for name, size in zip(SIZES, (64, 128, 256), strict=True)}
+    made, request = models(**rows, auto={"router": list(SIZES)}), replace(CHAT, max_tokens=256)
+    with pytest.raises(InvalidArgument, match="model: must have room"):
+        await chosen(made, "auto", request)
+    assert await chosen(made, "auto", request, default_length=True) == "large"
+    long = GenerationRequest("word " * 1000, max_tokens=256)
+    with pytest.raises(InvalidArgument, match="model: must have room"):
+        await chosen(made, "auto", long, default_length=True)
 
 
 async def test_a_router_keeps_to_the_tenants_models_and_refuses_a_bad_header():

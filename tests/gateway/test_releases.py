@@ -213,7 +213,7 @@ async def test_refusals_of_a_pool_are_counted_there():
 def test_the_figures_from_before_the_traffic_moved_are_compared_with():
     now, stopped = [1000.0], []
     outcomes = PoolOutcomes(lambda: now[0])
-    releases = Releases(outcomes, lambda name, reason: stopped.append(reason))
+    releases = Releases(outcomes, lambda name, reason, judged: stopped.append(reason))
     rules = {"r": ReleaseRules(stable="a", candidate="b", weight=100, rollback=RollbackRules(long_s=60))}
     releases.change(rules)
 
@@ -239,7 +239,7 @@ def test_the_figures_from_before_the_traffic_moved_are_compared_with():
 def test_a_candidate_that_fails_long_after_the_traffic_moved_is_rolled_back():
     now, stopped = [1000.0], []
     outcomes = PoolOutcomes(lambda: now[0])
-    releases = Releases(outcomes, lambda name, reason: stopped.append(reason))
+    releases = Releases(outcomes, lambda name, reason, judged: stopped.append(reason))
     releases.change({"r": ReleaseRules(stable="a", candidate="b", weight=100)})
     for second in range(700):
         now[0] += 1
@@ -255,7 +255,7 @@ def test_what_the_candidate_did_before_its_release_is_not_counted():
     outcomes = PoolOutcomes(lambda: 1000.0)
     for pool, errors in (("a", 0), ("b", 60)):
         outcomes.now(pool).requests, outcomes.now(pool).errors = 100, errors
-    releases = Releases(outcomes, lambda name, reason: stopped.append(reason))
+    releases = Releases(outcomes, lambda name, reason, judged: stopped.append(reason))
     releases.change({"r": ReleaseRules(stable="a", candidate="b", weight=50)})
     releases.check(1000.0)
     assert not stopped and outcomes.window("b", 300).requests == 0
@@ -266,7 +266,7 @@ def test_what_the_candidate_did_before_its_release_is_not_counted():
 
 def test_a_release_of_other_pools_is_not_judged_by_what_the_pools_before_did():
     outcomes = PoolOutcomes(lambda: 1000.0)
-    releases = Releases(outcomes, lambda name, reason: None)
+    releases = Releases(outcomes, lambda name, reason, judged: None)
 
     def happen(pool: str) -> None:
         for _ in range(50):

@@ -335,6 +335,8 @@ async def test_questions_about_server_and_model_are_answered():
             assert await client.is_server_live() and await client.is_server_ready()
             assert await client.is_model_ready("ensemble") and not await client.is_model_ready("engine")
             assert await client.is_model_ready("ensemble", "1") and not await client.is_model_ready("ensemble", "2")
+            index = [(one.name, one.state) for one in (await client.get_model_repository_index()).models]
+            assert index == [("demo", "READY")] and await client.is_model_ready("demo")
             assert (await client.get_server_metadata()).name == "triton"
             assert (await client.get_model_metadata("ensemble")).name == "ensemble"
             assert (await client.get_model_config("ensemble")).config.model_transaction_policy.decoupled
@@ -342,6 +344,15 @@ async def test_questions_about_server_and_model_are_answered():
                 await client.get_model_metadata("engine")
             with pytest.raises(InferenceServerException, match="decoupled"):
                 await client.infer("ensemble", inputs("x", 2))
+
+
+async def test_the_index_of_models_says_which_have_no_replica():
+    async with gateway() as running, triton.InferenceServerClient(running.grpc_url) as client:
+        [model] = (await client.get_model_repository_index()).models
+        assert (model.name, model.version, model.state) == ("demo", "1", "UNAVAILABLE")
+        assert model.reason == "no replica is ready"
+        call = client._client_stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True))
+        assert not (await call).models
 
 
 async def test_the_packed_ensemble_is_offered_where_a_replica_has_it():

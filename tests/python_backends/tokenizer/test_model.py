@@ -267,7 +267,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(ask):
     [
         (
             {"text_input": "a", "bad_words": ["x"]},
-            "bad_words: must be left out, got ('x',); OpenVINO GenAI has no mask",
+            'bad_words: must be left out, got ["x"]; OpenVINO GenAI has no mask',
         ),
         (
             {"text_input": "a", "embedding_bias_words": ["x"], "embedding_bias_weights": [1.0]},
