@@ -17,7 +17,7 @@ SHARED_DRAFT = 3  # draft tokens of a sequence beside others, at most
 RESUME_UP_TO = 2  # running sequences up to which those that decode plainly are soon drafted for again
 RESUME_TOKENS = 32  # tokens that each of them has left: it is read again, which takes as long as some steps
 READ_PER_STEP = 24  # tokens of a text that are read again in the time of a plain step, on AVX2; more on others
-LEAST_SPEEDUP = 1.2  # tokens per second with drafts, over those without, below which drafting does not begin
+LEAST_SPEEDUP = 1.1  # tokens per second with drafts, over those without, below which drafting does not begin
 RETRY_AFTER = 16  # requests after which those of a draft model are tried again
 
 # Sending (coalescing_window.py): tokens of all streams wait to be sent together. Of the CPU that is there, what
