@@ -138,7 +138,8 @@ def inputs(texts: Sequence[str], tokens: int, stream: bool) -> dict[str, object]
 
 
 def read_csv(folder: Path) -> Found:
-    """Return the figures of perf_analyzer's CSV, and the TTFT of its profile: that of the first response.
+    """Return the figures of perf_analyzer's CSV, and of its profile the TTFT, that of the first response, and the
+    requests/s: the CSV divides by whole seconds, so that 12 requests in 2.1 s are 4 a second.
 
     It leaves some profiles empty (32 streams) or cut off, without saying so.
     """
@@ -150,9 +151,13 @@ def read_csv(folder: Path) -> Found:
         sent = json.loads((folder / PROFILE).read_text())["experiments"][0]["requests"]
     except json.JSONDecodeError:
         sent = []
-    firsts_ms = [(one["response_timestamps"][0] - one["timestamp"]) / 1e6 for one in sent if one["response_timestamps"]]
-    ttft = {"TTFT p50, ms": statistics.median(firsts_ms)} if firsts_ms else {}
-    return {name: float(value) for name, value in rates.items()} | ttft | latencies
+    answered = [one for one in sent if one["response_timestamps"]]
+    profiled: Found = {}
+    if answered:
+        firsts_ms = [(one["response_timestamps"][0] - one["timestamp"]) / 1e6 for one in answered]
+        took_ns = max(one["response_timestamps"][-1] for one in answered) - min(one["timestamp"] for one in answered)
+        profiled = {"TTFT p50, ms": statistics.median(firsts_ms), "requests/s": len(answered) / took_ns * 1e9}
+    return {name: float(value) for name, value in rates.items()} | profiled | latencies
 
 
 def aiperf(url: str, model: str, tokenizer: Path) -> Tool:

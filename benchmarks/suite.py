@@ -113,7 +113,7 @@ PARTS = (
     Part("start", "start", "--engine {model}", 0, 20, 3),
     Part("prefix", "prefix", "--engine {model}", 20, 14, 3, "--concurrency 1"),
     Part("relaying", "gateway", "--only latency,cost,workers --seconds 1.5", 30, 115, 2, "--without-peers --seconds 1"),
-    Part("clients", "clients", "--requests 12 --rates 4", 25, 85, 3),
+    Part("clients", "clients", "--requests 16 --rates 4", 25, 85, 3),
     Part("cancel", "cancel", "--engine demo", 60, quick="--samples 10", extra=True),
     Part("peers-162m", "peers", f"{_RANDOM} {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),
     Part("peers-162m-8bit", "peers", f"{_RANDOM} --precision int8 {_PEERS}", 180, 110, 2, _PEERS_QUICK, extra=True),

@@ -52,15 +52,20 @@ def test_libraries_are_linked_by_the_names_it_asks_for(tmp_path: Path):
 def test_a_table_of_its_is_read_in_milliseconds(tmp_path: Path):
     header = "Concurrency,Inferences/Second,Response Throughput,p50 latency,p90 latency,p95 latency,p99 latency"
     (tmp_path / other_clients.TABLE).write_text(f"{header}\n8,20.66,907.31,278100,300000,395300,396400\n")
-    times = [{"timestamp": 10**9, "response_timestamps": [10**9 + 40_000_000, 2 * 10**9]}]
+    times = [
+        {"timestamp": 10**9, "response_timestamps": [10**9 + 40_000_000, 2 * 10**9]},
+        {"timestamp": 2 * 10**9, "response_timestamps": [2 * 10**9 + 40_000_000, 6 * 10**9]},
+        {"timestamp": 6 * 10**9, "response_timestamps": []},  # not answered
+    ]
     (tmp_path / other_clients.PROFILE).write_text(json.dumps({"experiments": [{"requests": times}]}))
     found = other_clients.read_csv(tmp_path)
-    assert found["TTFT p50, ms"] == 40.0
+    assert found["TTFT p50, ms"] == 40.0 and found["requests/s"] == 0.4
     profile = (tmp_path / other_clients.PROFILE).read_text()
     for cut_off in ("", profile[:-9]):
         (tmp_path / other_clients.PROFILE).write_text(cut_off)
-        assert "TTFT p50, ms" not in other_clients.read_csv(tmp_path)
-    assert found["requests/s"] == 20.66 and found["responses/s"] == 907.31 and found["latency p95, ms"] == 395.3
+        found = other_clients.read_csv(tmp_path)
+        assert "TTFT p50, ms" not in found and found["requests/s"] == 20.66
+    assert found["responses/s"] == 907.31 and found["latency p95, ms"] == 395.3
 
 
 def test_a_load_has_a_prompt_for_each_request_and_other_ones_by_its_seed(tmp_path: Path, monkeypatch):
