@@ -45,7 +45,9 @@ class Extent:
 
     duration_s, warmup_s: seconds of load after the warm-up, and of the warm-up, which is not part of the figures.
     answers: of a closed loop: it is warm once every client has had an answer, and lasts ``duration_s`` from then on and
-        until so many further answers have ended; then ``warmup_s`` is the longest warm-up, ``most_s`` the longest load.
+        until so many further answers have ended, as many of each client in the mean: clients that a server keeps in
+        step are read together, then decode together, and a part of that has another speed than the whole. Then
+        ``warmup_s`` is the longest warm-up, ``most_s`` the longest load.
     """
 
     duration_s: float | None = 10.0
@@ -204,7 +206,8 @@ class _Run:
         if self._ended_s or not self._warm_s:
             return not self._ended_s
         lasted_s = now_s - self._warm_s
-        if lasted_s >= extent.most_s or (lasted_s >= (extent.duration_s or 0.0) and self._answered >= extent.answers):
+        whole = self._answered >= extent.answers and self._answered % (self._workload.concurrency or 1) == 0
+        if lasted_s >= extent.most_s or (lasted_s >= (extent.duration_s or 0.0) and whole):
             self._ended_s = now_s
         return not self._ended_s
 

@@ -183,6 +183,12 @@ async def test_a_load_that_counts_answers_is_warm_once_every_client_had_one():
         begin_s, end_s, steady = result.steady
         firsts = sorted(record.ended_s for record in result.records)[:3]
         assert steady and begin_s >= firsts[-1] and sum(begin_s < r.ended_s <= end_s for r in result.records) >= 6
+        longer = await drive(
+            server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.25, 60.0, answers=3, most_s=60.0)
+        )
+        begin_s, end_s, _ = longer.steady
+        ended = sum(begin_s < record.ended_s <= end_s for record in longer.records)
+        assert end_s - begin_s >= 0.25 and ended > 3 and ended % 3 == 0, "whole rounds of the clients"
         late = await drive(
             server.url, Workload(3, None, Fixed(7), Fixed(5)), Extent(0.01, 0.001, answers=99, most_s=0.2)
         )
