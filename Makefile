@@ -128,7 +128,6 @@ gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002
 # The server gives what runs beside it TRIDENT_DRAIN_S + 6 s to end; the gateway's own drain must fit in.
 up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)
 up: build-engine ## serve ENGINE, or several (ENGINE=a,b), and the gateway in front of it until Ctrl-C
-	$(BIN)/python -m gateway check >/dev/null
 	$(BIN)/python -m server --engine $(SERVED) -- $(BIN)/python -m gateway
 
 MIN ?= 1
