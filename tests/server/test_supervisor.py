@@ -247,6 +247,12 @@ def test_the_drain_file_of_a_killed_supervisor_does_not_stop_the_next_one_from_s
     assert not settings.drain_file.exists()
 
 
+def test_a_server_without_streams_is_not_said_to_have_ended_some_also_where_they_get_no_time(serve):
+    with serve(drain_s=0) as replica:
+        assert replica.stop() == 0
+    assert "all streams completed" in replica.output.read_text()
+
+
 def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_respond(serve, open_stream):
     with serve(drain_s=0.2) as replica:
         stream = open_stream(replica, max_tokens=100_000)
