@@ -36,13 +36,14 @@ class StepTimes:
 
     lasting: steps after which one counts no longer.
     costs: how many plain steps longer one with drafts takes, by the number of sequences, where both are known. Of
-        medians: a step in which the process waited for a core takes several times as long.
+        medians: a step in which the process waited for a core takes several times as long. plain_s: of plain steps.
     """
 
     def __init__(self, lasting: float = math.inf) -> None:
         self._lasting, self._steps = lasting, 0
         self._seconds: dict[tuple[int, bool], deque[tuple[int, float]]] = {}
         self.costs: dict[int, float] = {}
+        self.plain_s: dict[int, float] = {}
 
     def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in a step. One of more sequences than are ever drafted for only counts."""
@@ -54,14 +55,15 @@ class StepTimes:
                 steps.popleft()
             if not self.knows(number, drafts=kind):
                 self.costs.pop(number, None)
-        drafted_s, plain_s = (self.median_s(sequences, drafts=kind) for kind in (True, False))
-        if drafted_s and plain_s:
-            self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
+                if not kind:
+                    self.plain_s.pop(number, None)
+        if self.knows(sequences, drafts=False):
+            self.plain_s[sequences] = plain_s = self._median_s(sequences, drafts=False)
+            if self.knows(sequences, drafts=True):
+                self.costs[sequences] = max(0.0, self._median_s(sequences, drafts=True) / plain_s - 1)
 
-    def median_s(self, sequences: int, *, drafts: bool) -> float:
-        """Return the median of such steps; 0 if they were not seen often enough."""
-        steps = self._seconds.get((sequences, drafts), ())
-        return statistics.median(taken_s for _, taken_s in steps) if self.knows(sequences, drafts=drafts) else 0.0
+    def _median_s(self, sequences: int, *, drafts: bool) -> float:
+        return statistics.median(taken_s for _, taken_s in self._seconds[sequences, drafts])
 
     def knows(self, sequences: int, *, drafts: bool) -> bool:
         """Return whether such steps were seen often enough."""
@@ -145,7 +147,7 @@ class DraftLength:
         """
         if self.untimed in self._idle_steps[:4]:  # of one and of the most
             return 0.0 if sequences == 1 else math.inf
-        plain_s = {n: max(self._least_s[n], self._served.median_s(n, drafts=False)) for n in self._idle.costs}
+        plain_s = {n: max(self._least_s[n], self._served.plain_s.get(n, 0.0)) for n in self._idle.costs}
         costs = {n: cost * self._least_s[n] / plain_s[n] for n, cost in self._idle.costs.items()} | self._served.costs
         known = sorted(costs)
         return float(np.interp(sequences, known, [costs[n] for n in known]))
