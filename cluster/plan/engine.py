@@ -329,16 +329,22 @@ class Engine:
             self._drafted += 1
 
     def _draft_no_longer(self) -> None:
-        """Read the sequence with drafts that may make the most tokens again in the plain pipeline, one by one."""
+        """Read sequences with drafts again in the plain pipeline, those first that may make the most tokens: in each
+        step as many as it may read the tokens of, one at least."""
         if any(one.made and not one.drafts for one in self._reading):
             return
-        movable = (one for one in self.running if one.drafts and one.state == "running")
-        sequence = max(movable, key=lambda one: one.most - self._made(one), default=None)
-        if sequence is not None:
+        left = self.kind.room(self._decoding, self._context, len(self._reading))
+        drafted = [one for one in self.running if one.drafts and one.state == "running"]
+        most = math.inf
+        for sequence in sorted(drafted, key=lambda one: self._made(one) - one.most):
+            text = sequence.prompt + self._made(sequence)
+            if text > most:
+                continue
             self._read_again(sequence)
             sequence.drafts, sequence.pace = 0, 1
             self._drafted -= 1
             self._reading = {sequence: None, **self._reading}  # its stream has begun
+            most = left = left - text
 
     def _may_draft_again(self) -> bool:
         """Return whether all sequences decode plainly and none of them is one too many to be drafted for."""

@@ -180,7 +180,7 @@ class Drafting:
 
     def back(self) -> AddSequence | None:
         """Return the command that continues a sequence of the plain pipeline here, if all are to go over and one can
-        now. Call ``take_back`` for it. One in each step, as they leave."""
+        now. Call ``take_back`` for it. One in each step: together they would stop all streams while they are read."""
         plain, drafted = list(self._plain.values()), list(self._sequences.values())
         self.returning = self.returning and bool(plain) and self._takes(plain, drafted)
         if not self.returning and plain and not drafted and not self._waits and self._takes(plain, drafted):
@@ -213,15 +213,16 @@ class Drafting:
         left = sum(one.left for one in sequences) / len(sequences)
         return left * (1 / speedup - 1) > sum(one.text for one in sequences) / READ_PER_STEP
 
-    def leave(self, starts: Callable[[int], bool]) -> AddSequence | None:
+    def leave(self, starts: Callable[[int], bool], most: int = sys.maxsize) -> AddSequence | None:
         """Forget a sequence that can go on in the plain pipeline; return the command that continues it, if any can.
 
         Of several it is the one that may make the most tokens. OpenVINO GenAI counts a presence and a frequency
         penalty, and follows a guide or a seed, from a request's start: sequences with these stay.
 
-        starts: whether a sequence has to stay until its prompt is read.
+        starts: whether a sequence has to stay until its prompt is read. most: tokens of its text.
         """
-        movable = [one for id, one in self._sequences.items() if _movable(one.command) and not starts(id)]
+        ready = [one for id, one in self._sequences.items() if one.text <= most and not starts(id)]
+        movable = [one for one in ready if _movable(one.command)]
         chosen = max(movable, key=lambda one: one.left, default=None)
         return _continued(self._sequences.pop(chosen.command.id)) if chosen else None
 

@@ -268,13 +268,15 @@ class StepLoop:
         """Start the prompts that the next step reads to their ends, and a piece of the first one that it does not."""
         if self._piece is not None:
             return
-        left = short = sys.maxsize
+        left = short = full = sys.maxsize
         if self._step_budget is not None:
-            begin = next(iter(self._read_tokens.values()), 0)
-            left = self._step_budget.tokens(self._decoding(), len(self._prompts), begin)
-            short = self._step_budget.short
+            begin, running = next(iter(self._read_tokens.values()), 0), self._decoding()
+            left = self._step_budget.tokens(running, len(self._prompts), begin)
+            short, full = self._step_budget.short, max(1, self._step_budget.most - running)
         long = None
         for id in list(self._prompts):
+            if self._prompt_tokens >= full:  # a sequence that is moved meanwhile goes before the others
+                break
             if self._waits(id):
                 continue
             command, config = self._prompts[id]
@@ -335,22 +337,25 @@ class StepLoop:
             self._advance(time.monotonic_ns())
 
     def _leave_drafting(self) -> None:
-        """Continue a sequence that is drafted for in the plain pipeline, from the ids it has, where that one has any or
-        drafts lose.
+        """Continue sequences that are drafted for in the plain pipeline, from the ids they have, where that one has any
+        or drafts lose.
 
-        One in each step, since it is read again: together they would stop all streams for as long as all of them take.
-        None in the step that reads the first prompt of the plain pipeline, which would wait for it.
+        As many in each step as it may read the tokens of, one at least, since they are read again: more would stop all
+        streams for as long as all of them take. None in the step that reads the first prompt of the plain pipeline,
+        which would wait for it.
         """
         if not self._drafting or self._drafting.returning or not (self._plain() or self._drafting.loses()):
             return
-        waits = any(id not in self._without_token for id in self._prompts)  # one that was moved, with a long text
-        command = None if waits else self._drafting.leave(self._partial_blocks.starts)
-        if command is None:
+        if any(id not in self._without_token for id in self._prompts):  # one that was moved, with a long text
             return
-        config = self._stopped(command)
-        self._prompts[command.id], self._read_tokens[command.id] = (command, config), 0
-        for waiting in (self._prompts, self._read_tokens):
-            waiting.move_to_end(command.id, last=False)  # its stream has begun
+        left = self._step_budget.tokens(self._decoding(), len(self._prompts), 0) if self._step_budget else 0
+        most = sys.maxsize
+        while command := self._drafting.leave(self._partial_blocks.starts, most):
+            config = self._stopped(command)
+            self._prompts[command.id], self._read_tokens[command.id] = (command, config), 0
+            for waiting in (self._prompts, self._read_tokens):
+                waiting.move_to_end(command.id, last=False)  # its stream has begun
+            most = left = left - command.input_ids.size
         if not self._drafting:
             self._step(drafts=True, plain=False)  # frees its blocks
 

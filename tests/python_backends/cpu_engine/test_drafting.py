@@ -216,6 +216,16 @@ def test_of_several_the_one_that_may_make_the_most_tokens_leaves_first():
     assert [drafting.leave(started).id for _ in range(3)] == [2, 1, 0] and drafting.leave(started) is None
 
 
+def test_one_whose_text_is_longer_than_may_be_read_stays():
+    drafting = ready()
+    for id, tokens in enumerate((30, 10)):
+        drafting.admit(command(id, tokens=tokens, max_tokens=40 - id), genai.GenerationConfig(), running=id)
+        drafting.observe(id, [7])
+    assert drafting.leave(started, 10) is None
+    assert drafting.leave(started, 30).id == 1 and drafting.leave(started, 30) is None
+    assert drafting.leave(started, 31).id == 0
+
+
 def test_drafts_lose_where_those_that_have_them_would_end_sooner_without_although_they_are_read_again():
     def lose(accepted: int, *drafted: AddSequence, cost: float = 1.0) -> bool:
         drafting = ready()
@@ -554,7 +564,9 @@ def test_a_long_text_is_drafted_for_again_when_the_others_have_ended(
 
 
 @pytest.mark.slow
-def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_engine, drafting_engine, gaining_drafts):
+def test_sequences_go_over_to_plain_decoding_and_get_a_token_of_each_step(
+    triton_types, tiny_engine, drafting_engine, gaining_drafts
+):
     requests = [([9, 9, 9, 9 + n], SamplingParams(top_k=1), None) for n in range(UNDRAFTED_FROM + 1)]
     lengths = dict.fromkeys(range(1, len(requests) + 1), 90)  # four of them fit into the cache for drafts
     plain, _ = generated(tiny_engine, requests, len(requests), lengths)
@@ -568,8 +580,7 @@ def test_sequences_go_over_to_plain_decoding_one_in_a_step(triton_types, tiny_en
             break
     counts = [report.drafting for report in reports[:until]]
     assert max(counts) >= 2 and counts[-1] == 0
-    assert all(before - after <= 1 for before, after in itertools.pairwise(counts))
-    # No stream waits for another one to be read again.
+    # Several may go over in a step (test_worker.py). No stream waits for another one to be read again.
     for before, after in itertools.pairwise(reports[:until]):
         assert {o.id for o in before.outputs if o.token_ids} <= {o.id for o in after.outputs if o.token_ids}
 

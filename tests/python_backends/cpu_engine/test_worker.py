@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import shutil
 import threading
@@ -607,6 +608,46 @@ def test_a_piece_is_read_on_while_a_prompt_that_drafting_admits_is_kept_apart_fr
     with contextlib.suppress(EOFError):
         loop.run()
     assert schedule.generated == {1: [7], 2: [], 3: [7] * 8}
+
+
+class FullSteps(SlowPipeline):
+    """Reads so many prompt tokens in a step, of one prompt after the other."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self._tokens = tokens
+
+    def step(self):
+        room = self._tokens
+        for handle in self._handles:
+            read = min(room, max(0, handle.unread)) if handle.left else 0
+            handle.unread -= read
+            room -= read
+            if handle.unread <= 0 and handle.left:
+                handle.made.append(7)
+                handle.left -= 1
+
+
+@pytest.mark.parametrize(("prompt", "together"), [(40, 2), (100, 1)])
+def test_sequences_that_were_drafted_for_are_read_before_the_prompts_of_a_burst(prompt, together):
+    """They were read after all of them: their streams stopped for as long as those took. Of several, as many go over
+    in a step as it may read the tokens of."""
+    drafted, burst = range(1, 4), range(4, 14)
+    sent = [[sequence(id, [id] * prompt, 60) for id in drafted], [], [], [sequence(id, [id] * 100, 20) for id in burst]]
+    steps = iter(sent)
+    schedule = Schedule(lambda schedule: next(steps, None))
+    scores = SimpleNamespace(close=lambda id: None, score=lambda id, token_ids: ([], []))
+    limits = dataclasses.replace(LIMITS, kv_cache_blocks=16 * LIMITS.kv_cache_blocks)
+    loop = StepLoop(FullSteps(128), scores, schedule, ready(limits, FullSteps(512)), PartialBlocks(64), StepBudget(128))
+    with contextlib.suppress(EOFError):
+        loop.run()
+    assert [len(schedule.generated[id]) for id in (*drafted, *burst)] == [60] * 3 + [20] * 10
+    counts = [report.drafting for report in schedule.reports]
+    falls = [before - after for before, after in itertools.pairwise(counts) if before != after and before]
+    assert max(counts) == 3 and falls[0] == together
+    for id in drafted:
+        with_token = [n for n, report in enumerate(schedule.reports) if any(o.id == id for o in report.outputs)]
+        assert max(after - before for before, after in itertools.pairwise(with_token)) <= 2
 
 
 # ---- the pipelines of an engine folder -------------------------------------------------------------------------------
