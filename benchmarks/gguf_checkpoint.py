@@ -1,6 +1,4 @@
-"""Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp. Runs in llama.cpp's environment, with gguf:
-
-    .cache/peers/llama.cpp/bin/python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16|int8
+"""Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp.
 
 llama.cpp's own converter identifies tokenizers by a digest of an encoded text and refuses unknown ones, as ours; this
 one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization, or SmolLM's if it splits off every digit.
@@ -9,11 +7,11 @@ one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization, or SmolL
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 PRECISIONS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0"}  # and their names in GGUF
 
@@ -30,20 +28,11 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a safetensors file as f32. Raises ValueError for a dtype other than F32, F16, BF16."""
-    data = np.memmap(path, np.uint8, "r")
-    size = int(data[:8].view("<u8")[0])
-    for name, about in json.loads(bytes(data[8 : 8 + size])).items():
-        if name == "__metadata__":
-            continue
-        begin, end = about["data_offsets"]
-        raw = data[8 + size + begin : 8 + size + end]
-        if about["dtype"] == "BF16":
-            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        elif about["dtype"] in ("F32", "F16"):
-            values = raw.view({"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype(np.float32)
-        else:
-            raise ValueError(f"dtype of tensor {name!r}: must be F32, F16 or BF16, got {about['dtype']}")
-        yield name, values.reshape(about["shape"])
+    with safe_open(path, "np") as file:
+        for name in file.offset_keys():
+            if (dtype := file.get_slice(name).get_dtype()) not in ("F32", "F16", "BF16"):
+                raise ValueError(f"dtype of tensor {name!r}: must be F32, F16 or BF16, got {dtype}")
+            yield name, file.get_tensor(name).astype(np.float32)
 
 
 def vocabulary(tokenizer: dict, size: int) -> tuple[list[str], list[bool], list[str]]:
@@ -130,7 +119,3 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -25,10 +25,9 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from benchmarks import checkpoint, child_process, machine, processes
+from benchmarks import checkpoint, child_process, gguf_checkpoint, machine, processes
 from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
-from benchmarks.gguf_checkpoint import tensors
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaTarget, EnsembleTarget
@@ -267,12 +266,10 @@ def gguf(of: Subject) -> Path:
     if _outdated(file, of):
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
-        script = ROOT / "benchmarks" / "gguf_checkpoint.py"
-        python = _LLAMA.program("python")
-        command = [str(word) for word in (python, script, of.checkpoint, unfinished, precision)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise EngineFailed(f"cannot write the GGUF of {of.name}: {done.stderr.strip()[-300:]}")
+        try:
+            gguf_checkpoint.write(of.checkpoint, unfinished, precision)
+        except (OSError, ValueError, LookupError, TypeError) as exc:
+            raise EngineFailed(f"cannot write the GGUF of {of.name}: {exc!r:.300}") from exc
         unfinished.replace(file)
     return file
 
@@ -291,7 +288,7 @@ def write_int8(checkpoint: Path, out: Path) -> None:
     """Write a checkpoint in the form of compressed-tensors: every projection as i8 with a scale for each row;
     embeddings, head and norms stay bf16. Raises ValueError: a dtype other than F32, F16, BF16."""
     stored: dict[str, np.ndarray] = {}
-    for name, values in tensors(checkpoint / "model.safetensors"):
+    for name, values in gguf_checkpoint.tensors(checkpoint / "model.safetensors"):
         if name.endswith("_proj.weight"):
             stored[name], stored[f"{name}_scale"] = quantised(values)
         else:

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from clients.command_line import number
 from contract import toml_table
 from contract.errors import InvalidArgument, Unavailable
 from gateway import banner
@@ -25,6 +26,7 @@ from gateway.config.settings import Settings, variable
 from gateway.identity.audit import Audit, at_the_command_line
 
 TIMEOUT_S = 5.0
+finite = number(float, math.isfinite, "a number")  # JSON has no others
 _COLUMNS = (
     ("pool", 14, "{pool}"),
     ("requests", 9, "{requests}"),
@@ -173,14 +175,6 @@ def _own_url() -> str:
     settings = Settings.from_environment(os.environ)
     scheme = "https" if settings.tls_cert else "http"
     return f"{scheme}://{banner.reachable(settings.host, settings.http_port)}"
-
-
-def finite(text: str) -> float:
-    """Return the number of an argument. Raises ArgumentTypeError for none, and for those that JSON does not have."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
 
 
 def call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:

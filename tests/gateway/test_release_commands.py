@@ -82,7 +82,7 @@ def test_who_changed_a_release_is_in_the_audit_log(tmp_path: Path, monkeypatch, 
 def test_a_number_that_json_does_not_have_is_refused_by_its_option(arguments, capsys):
     with pytest.raises(SystemExit):
         command_line.parse(arguments)
-    assert f"argument {arguments[-2]}: must be a number, got '{arguments[-1]}'" in capsys.readouterr().err
+    assert f"argument {arguments[-2]}: must be a number, got {arguments[-1]}" in capsys.readouterr().err
 
 
 def test_what_the_file_may_not_hold_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):
