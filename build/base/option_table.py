@@ -78,14 +78,11 @@ class OptionTable:
     path_in_image: str
     options: dict[str, Option]
 
-    def nearest(self, name: str) -> str:
-        return nearest(name, tuple(self.options))
-
     def problem(self, name: str, value: object) -> str | None:
         """Why ``--name value`` would be rejected, or None."""
         option = self.options.get(name)
         if option is None:
-            return f"{self.program} has no option --{name}; nearest is {self.nearest(name)!r}"
+            return f"{self.program} has no option --{name}; nearest is {nearest(name, tuple(self.options))!r}"
         return option.problem(value)
 
     def arguments(self, values: dict[str, object]) -> list[str]:

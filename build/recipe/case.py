@@ -39,15 +39,12 @@ class Finding:
 class Case:
     """A recipe on a model, with what is known of the machine that will run it.
 
-    gpus_here: cards of this machine, None while planning for another one. rank_files: ``rank{N}.safetensors`` in the
-    checkpoint, None before there is one. memory_here: bytes of this machine's memory, None where it does not matter.
-    draft: of the draft model, None without one and where it is not known.
+    memory_here: bytes of this machine's memory, None where it does not matter. draft: of the draft model, None without
+    one and where it is not known.
     """
 
     recipe: Recipe
     shape: Shape
-    gpus_here: int | None = None
-    rank_files: int | None = None
     memory_here: int | None = None
     draft: Architecture | None = None
 

@@ -1,15 +1,15 @@
 """Rules R1 to R37: what TensorRT-LLM 1.2.1 refuses, drops silently or changes silently, checked before a build starts.
 
 ``RULES.check(case)`` gives every reason. They speak of kind ``trtllm`` only. Where a rule and the command line meet,
-``commands.py`` writes what will really happen.
+``commands.py`` writes what will really happen. What R28, R29 and R33 say, options that vanish, switches without a value
+and ranks of a checkpoint, ``recipe.py`` refuses when it reads the file and ``package/compile_trtllm.py`` on the disk.
 """
 
 import csv
 import json
 from pathlib import Path
 
-from build.base import hardware, layout, option_table
-from build.base.option_table import nearest
+from build.base import hardware, option_table
 from build.base.shape import local_folder
 from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
@@ -185,9 +185,8 @@ inform(
 
 @RULES.rule("R19", REFUSE)
 def quantize_needs_cuda(case: Case) -> str | None:
-    if not case.quantizes or commands.calibrates_here(case.recipe, case.shape):
-        return None
-    if case.recipe.quantize.get("device") != "cpu" and case.gpus_here != 0:
+    asks = case.quantizes and case.recipe.quantize.get("device") == "cpu"
+    if not asks or commands.calibrates_here(case.recipe, case.shape):
         return None
     by_hand = commands.line(commands.checkpoint_on_cpu(case.recipe))
     raises = "quantize.py raises 'GPU is required for inference.' without CUDA, with --device cpu too"
@@ -266,18 +265,12 @@ refuse(
 )
 
 
-@RULES.rule("R25", WARN)
-def workers_are_cut_to_the_gpus(case: Case) -> str | None:
-    workers, gpus = case.options.get("workers", 1), case.gpus_here
-    if not isinstance(workers, int) or workers < 1:
-        return None  # O5 refuses it
-    if gpus is not None and gpus < workers:
-        after = "and its process pool then raises" if gpus == 0 else "so ranks are built one after another"
-        return f"the builder cuts workers {workers} to the {gpus} GPUs of this machine, {after}"
-    ranks = case.recipe.world_size
-    return f"workers {workers} is more than the {ranks} ranks there are to build" if workers > ranks else None
-
-
+warn(
+    lambda case: (
+        isinstance(workers := case.options["workers"], int) and workers > case.recipe.world_size and str(workers)
+    ),
+    "R25: workers {found} is more than the {recipe.world_size} ranks there are to build",
+)
 warn(
     lambda case: (
         (case.recipe.quantize if case.quantizes else case.recipe.convert).get("dtype") == "auto"
@@ -295,40 +288,8 @@ def some_options_are_deprecated(case: Case) -> str | None:
     return "; ".join(used) or None
 
 
-@RULES.rule("R28", REFUSE)
-def misspelt_options_vanish(case: Case) -> str | None:
-    table = option_table.read("trtllm_build")
-    for key in case.recipe.build:
-        if key not in table.options and key not in ("tp_size", "pp_size"):
-            near = table.nearest(key)
-            return f"trtllm-build has no option {key!r} (nearest {near!r}), and a BuildConfig drops it silently"
-    file = case.recipe.build.get("build_config")
-    return _misspelt_plugin(str(file)) if file is not None else None
-
-
-def _misspelt_plugin(file: str) -> str | None:
-    known = json.loads((layout.OPTION_TABLES / "llmapi_equivalents.json").read_text(encoding="utf-8"))
-    plugins = (*known["PluginConfig_cli_fields"], *known["PluginConfig_non_cli_fields"])
-    try:
-        given = json.loads((layout.ROOT / file).read_text(encoding="utf-8")).get("plugin_config", {})
-    except (OSError, ValueError, AttributeError) as exc:
-        return f"build_config {file!r} cannot be checked ({exc}), and PluginConfig drops misspelt keys silently"
-    wrong = next((key for key in given if key not in plugins), None)
-    if wrong is None:
-        return None
-    key = f"plugin key {wrong!r} (nearest is {nearest(wrong, plugins)!r})"
-    return f"build_config {file!r} has {key}, which PluginConfig drops silently: pass it on the command line"
-
-
-def _bare_option(case: Case) -> str | None:
-    options = option_table.read("trtllm_build").options
-    bare = (key for key, value in case.recipe.build.items() if isinstance(value, bool) and key in options)
-    return next((key for key in bare if options[key].type != "flag"), None)
-
-
-refuse(_bare_option, "R29: --{found} takes a value (enable or disable); a bare --{found} is an argument error")
 refuse(
-    lambda case: case.recipe.build.get("dry_run") is True or case.gpus_here == 0,
+    lambda case: case.recipe.build.get("dry_run") is True,
     "R30: trtllm-build needs a GPU even with --dry_run, because it queries the SM version",
 )
 inform(
@@ -342,17 +303,6 @@ inform(
     lambda case: "autoq_format" in case.recipe.quantize and "auto_quantize_bits" not in case.recipe.quantize,
     "R32: autoq_format without auto_quantize_bits is clamped to 4 or 8 bits",
 )
-
-
-@RULES.rule("R33", REFUSE)
-def parallelism_is_chosen_with_the_checkpoint(case: Case) -> str | None:
-    given = [key for key in ("tp_size", "pp_size") if key in case.recipe.build]
-    if given:
-        return f"trtllm-build has no {' or '.join(given)}: tp and pp are chosen when the checkpoint is made"
-    ranks, recipe = case.rank_files, case.recipe
-    if ranks is None or ranks == recipe.world_size:
-        return None
-    return f"the checkpoint has {ranks} rank files and tp x pp is {recipe.tp} x {recipe.pp}: make the checkpoint again"
 
 
 @RULES.rule("R34", REFUSE)

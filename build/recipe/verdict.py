@@ -34,9 +34,6 @@ def judge(case: Case) -> tuple[Finding, ...]:
     """Every finding, refusals first, then warnings, then the rest; within one severity in the rules' order."""
     order, search = list(Severity), _Search(case)
     findings = sorted(check(case), key=lambda finding: order.index(finding.severity))
-    # What this machine or a checkpoint on its disk earned, no other recipe answers.
-    if case.gpus_here is not None or case.rank_files is not None:
-        return tuple(findings)
     return tuple(
         finding if finding.severity is Severity.INFORM else replace(finding, instead=search.nearest(finding.rule))
         for finding in findings

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -48,13 +46,10 @@ def make(name: str = "engine-under-test", **changes: object) -> Recipe:
     return recipes.parse(table(**changes), f"{name}.toml")
 
 
-def case(gpus_here: int | None = None, rank_files: int | None = None, **changes: object) -> Case:
-    """The case of a right recipe with ``changes``; keys no loader would let through are set behind its back."""
-    behind = {key: changes.pop(key) for key in ("build_unchecked",) if key in changes}
+def case(**changes: object) -> Case:
+    """The case of a right recipe with ``changes``."""
     recipe = make(**changes)
-    if behind:
-        recipe = replace(recipe, build=behind["build_unchecked"])
-    return Case(recipe, shapes.find(recipe.model), gpus_here, rank_files)
+    return Case(recipe, shapes.find(recipe.model))
 
 
 SPECULATIVE = st.one_of(

@@ -21,14 +21,14 @@ def reason(rule: str, **changes: object) -> str | None:
     return RULES[rule].reason(case(**changes))
 
 
-def test_there_are_37_rules_with_the_severities_of_the_fact_sheet():
-    assert list(RULES) == [f"R{n}" for n in range(1, 38)]
+def test_there_are_the_rules_with_the_severities_of_the_fact_sheet():
+    assert list(RULES) == [f"R{n}" for n in range(1, 38) if n not in (28, 29, 33)]  # which the recipe's reader has
     by_severity = {
         severity: {int(r.name[1:]) for r in RULES.values() if r.severity is severity} for severity in Severity
     }
     assert by_severity[Severity.WARN] == {1, 3, 8, 12, 25, 26, 27, 37}
     assert by_severity[Severity.INFORM] == {2, 6, 15, 18, 20, 22, 23, 31, 32}
-    assert len(by_severity[Severity.REFUSE]) == 20
+    assert len(by_severity[Severity.REFUSE]) == 17
 
 
 def test_r1_a_quantised_kv_cache_costs_prefix_reuse_unless_the_weights_are_fp8_w4a8_or_nvfp4():
@@ -188,10 +188,9 @@ def test_r18_max_input_len_is_ignored():
 def test_r19_quantize_needs_cuda():
     said = reason("R19", quantize={"device": "cpu"})
     assert "GPU is required for inference." in said and "build.quantise.quantize" in said
-    assert reason("R19", gpus_here=0)
-    assert reason("R19", gpus_here=1) is None
     assert reason("R19") is None
-    assert reason("R19", gpus_here=0, precision="bf16", kv_cache_precision="auto") is None  # convert_checkpoint
+    bf16 = {"precision": "bf16", "kv_cache_precision": "auto"}
+    assert reason("R19", quantize={"device": "cpu"}, **bf16) is None  # convert_checkpoint
 
 
 def test_r20_awq_calibrates_on_32_texts():
@@ -218,7 +217,8 @@ def test_r21_only_known_calibration_data_loads(tmp_path):
 
 def test_r21_lets_our_own_stage_read_the_standard_library_where_it_can_quantise():
     ours = {"dataset": "cpython"}
-    assert reason("R21", calibration=ours) is None and reason("R19", gpus_here=0, calibration=ours) is None
+    assert reason("R21", calibration=ours) is None
+    assert reason("R19", quantize={"device": "cpu"}, calibration=ours) is None
     assert "splits by tensor only, not over 2 pipeline ranks" in reason("R21", calibration=ours, pp=2)
     assert "does not make nvfp4" in reason("R21", calibration=ours, precision="nvfp4", gpu="b200")
     assert "has no option calib_tp_size" in reason("R21", calibration=ours, quantize={"calib_tp_size": 2})
@@ -261,12 +261,10 @@ def test_r24_logits_must_be_float32():
     assert reason("R24") is None
 
 
-def test_r25_workers_are_cut_to_the_gpus():
-    assert "more than the 1 ranks" in reason("R25", build={"workers": 2})
+def test_r25_more_workers_than_ranks_have_nothing_to_do():
+    assert reason("R25", build={"workers": 2}) == "workers 2 is more than the 1 ranks there are to build"
     assert reason("R25", build={"workers": 0}) is None  # O5 refuses it
-    assert "the 1 GPUs of this machine" in reason("R25", gpus_here=1, model=LLAMA_70B, tp=4)
-    assert "pool then raises" in reason("R25", gpus_here=0)
-    assert reason("R25", gpus_here=4, model=LLAMA_70B, tp=4) is None
+    assert reason("R25", model=LLAMA_70B, tp=4, build={"workers": 4}) is None
     assert reason("R25") is None
 
 
@@ -284,32 +282,8 @@ def test_r27_some_options_are_deprecated():
     assert reason("R27") is None
 
 
-def test_r28_a_misspelt_option_is_named_before_it_vanishes():
-    said = reason("R28", build_unchecked={"multiple_profils": "enable"})
-    assert "'multiple_profils'" in said and "'multiple_profiles'" in said
-    assert reason("R28", build={"multiple_profiles": "enable"}) is None
-
-
-def test_r28_looks_into_a_build_config(tmp_path):
-    file = tmp_path / "build_config.json"
-    file.write_text(json.dumps({"plugin_config": {"gemm_plugn": "auto"}}))
-    assert "'gemm_plugn' (nearest is 'gemm_plugin')" in reason("R28", build={"build_config": str(file)})
-    file.write_text(json.dumps({"plugin_config": {"gemm_plugin": "auto"}}))
-    assert reason("R28", build={"build_config": str(file)}) is None
-    assert "cannot be checked" in reason("R28", build={"build_config": str(tmp_path / "none.json")})
-
-
-def test_r29_switches_take_a_value():
-    assert "a bare --multiple_profiles is an argument error" in reason(
-        "R29", build_unchecked={"multiple_profiles": True}
-    )
-    assert reason("R29", build={"multiple_profiles": "enable", "strip_plan": True}) is None
-
-
 def test_r30_the_builder_needs_a_gpu_even_to_dry_run():
     assert "--dry_run" in reason("R30", build={"dry_run": True})
-    assert reason("R30", gpus_here=0)
-    assert reason("R30", gpus_here=1) is None
     assert reason("R30") is None
 
 
@@ -324,13 +298,6 @@ def test_r32_autoq_needs_its_bits():
     assert "clamped" in reason("R32", quantize={"autoq_format": "fp8,int4_awq"})
     assert reason("R32", quantize={"autoq_format": "fp8,int4_awq", "auto_quantize_bits": 6.0}) is None
     assert reason("R32") is None
-
-
-def test_r33_parallelism_is_the_checkpoints():
-    assert "tp_size" in reason("R33", build_unchecked={"tp_size": 2})
-    assert "2 rank files and tp x pp is 4 x 1" in reason("R33", model=LLAMA_70B, tp=4, rank_files=2)
-    assert reason("R33", model=LLAMA_70B, tp=2, pp=2, rank_files=4) is None
-    assert reason("R33") is None
 
 
 @pytest.mark.parametrize("model", [QWEN_7B, QWEN3_8B])
