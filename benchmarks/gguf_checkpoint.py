@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by it
 import numpy as np
 from safetensors import safe_open
 
