@@ -75,8 +75,8 @@ class PoolPlan:
     hour: with the most work; the means and all that follows up to ``shares`` are of its mix of classes.
     rate: requests per second of one replica within the objectives, the operating point. forecast: at that rate.
     binds: what ends it: ttft_s, itl_s, e2e_s, kv, slots or steps. moves: what would move it.
-    little: concurrency of that hour by Little's law. kv_sequences: that the KV cache holds.
-    decode_batch: sequences whose step keeps itl_s, prompts counted.
+    little: concurrency of that hour by Little's law, at its load of each replica.
+    kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
     shares: of a step's seconds at the operating point: fixed, context (bandwidth), sequences, prefill (compute).
     others: operating points of the hours whose mix is another. rates, replicas: by hour.
     sensitivity: change in per cent of a day's cost, or of replica-hours where nothing is priced, by input, for 20 per
@@ -307,6 +307,11 @@ def _simulated(replica: Replica, load: Load, rate: float, count: int) -> Forecas
     return forecast(replica, load.requests(rate, count), count // 4)
 
 
+def _concurrency(replica: Replica, load: Load, rate: float, replicas: int) -> float:
+    """Return the requests that are at once in so many replicas, by Little's law. rate: of all of them together."""
+    return rate * _simulated(replica, load, rate / replicas, _count(replica, load)).e2e_mean_s if rate else 0.0
+
+
 def _within(found: Forecast, slo: Slo) -> bool:
     return found.stable and not _missed(found, slo)
 
@@ -377,7 +382,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
     input_tokens, output_tokens, refused = of_day.means(replica.longest)
     requests = 3600 * sum(hourly) * (1 - refused)
     cost = cost_of(pool.price, replicas, requests * (input_tokens + output_tokens), requests * output_tokens)
-    input_tokens, output_tokens, _ = load.means(replica.longest)
+    input_tokens, output_tokens, refused_then = load.means(replica.longest)
     context, ratio, step = input_tokens + output_tokens / 2, input_tokens / output_tokens, replica.step
     of_step = {one: getattr(step, one) for one in ("machine", "source", "error_p50_percent", "error_p95_percent")}
     return PoolPlan(
@@ -394,7 +399,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         forecast=found,
         binds=binds,
         moves=WHAT_MOVES[binds],
-        little=hourly[load.hour] * found.e2e_mean_s,
+        little=(1 - refused_then) * _concurrency(replica, load, hourly[load.hour], replicas[load.hour]),
         slots=replica.slots,
         kv_sequences=replica.kv_tokens / (input_tokens + output_tokens),
         decode_batch=step.operating_point(pool.slo.itl_s, replica.slots, round(context), ratio),

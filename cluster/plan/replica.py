@@ -28,7 +28,8 @@ class Request:
 class Forecast:
     """What a load does to a replica. TTFT, ITL and e2e: 95th percentiles in seconds; itl of tokens, not of requests.
 
-    requests, tokens_per_s: in the window, output tokens. sequences: mean of those in the batch. busy: part of the time.
+    requests, tokens_per_s: in the window, output tokens. sequences: mean of those in the batch. busy: part of the time;
+        both in the window: the batch fills before it and empties after it.
     full_slots, full_kv: part of the steps in which requests waited for a slot, or for KV blocks.
     stable: whether the requests end at the pace at which they come.
     """
@@ -51,13 +52,14 @@ class Forecast:
 
 @dataclass
 class _Run:
-    """steps: seconds between two tokens of a sequence, and tokens. lacked: steps in which requests waited for it."""
+    """steps: seconds between two tokens of a sequence, and tokens. lacked: steps in which requests waited for it.
+    busy, batch: from when to when the engine made steps, and each sequence was in the batch."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     lacked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("slots", "kv", ""), 0))
     done: list[Request] = field(default_factory=list)
-    busy_s: float = 0.0
-    sequence_seconds: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    batch: list[tuple[float, float]] = field(default_factory=list)
 
 
 def serve(
@@ -70,7 +72,7 @@ def serve(
 
     def stepped(step_s: float, steps: int, decoding: int, tokens: float, lacked: str) -> None:
         run.lacked[lacked] += steps
-        run.busy_s += steps * step_s
+        run.busy.append((engine.due_s - steps * step_s, engine.due_s))
         if decoding:
             run.steps.append((step_s * decoding / tokens, round(tokens * steps)))
 
@@ -85,7 +87,7 @@ def serve(
         def told(sequence: Running, tokens: int, end: bool) -> None:
             request.first_s, request.end_s = sequence.first_s, sequence.last_s
             if end:
-                run.sequence_seconds += sequence.last_s - sequence.scheduled_s
+                run.batch.append((sequence.scheduled_s, sequence.last_s))
                 run.done.append(request)
                 follow(request)
 
@@ -134,7 +136,7 @@ def figures(replica: Replica, run: _Run, from_s: float, to_s: float) -> Forecast
     # As of np.repeat(steps_s, tokens), which takes gigabytes where answers are long.
     place = 0.95 * (tokens.sum() - 1)
     lower_s, upper_s = steps_s[np.searchsorted(tokens.cumsum(), [math.floor(place), math.ceil(place)], "right")]
-    window_s, last_s = max(to_s - from_s, 1e-9), max(one.end_s for one in run.done)
+    window_s = max(to_s - from_s, 1e-9)
     quarter = -(-len(mine) // 4)
     return Forecast(
         requests=len(mine),
@@ -146,13 +148,19 @@ def figures(replica: Replica, run: _Run, from_s: float, to_s: float) -> Forecast
         itl_p95_s=float(lower_s + (place - math.floor(place)) * (upper_s - lower_s)),
         e2e_mean_s=float(took_s.mean()),
         e2e_p95_s=float(np.percentile(took_s, 95)),
-        sequences=run.sequence_seconds / last_s,
-        busy=min(1.0, run.busy_s / last_s),
+        sequences=_seconds(run.batch, from_s, to_s) / window_s,
+        busy=min(1.0, _seconds(run.busy, from_s, to_s) / window_s),
         full_slots=run.lacked["slots"] / sum(run.lacked.values()),
         full_kv=run.lacked["kv"] / sum(run.lacked.values()),
         # A queue that grows keeps the last requests waiting longer than the first ones: 3 % too many by 0.02 of it.
         stable=bool(waited_s[-quarter:].mean() - waited_s[:quarter].mean() <= 0.02 * window_s),
     )
+
+
+def _seconds(spans: list[tuple[float, float]], from_s: float, to_s: float) -> float:
+    """Return the seconds of all spans within the window."""
+    began_s, ended_s = np.array(spans or [(from_s, from_s)]).clip(from_s, to_s).T
+    return float((ended_s - began_s).sum())
 
 
 def _inside(request: Request, from_s: float, to_s: float) -> float:

@@ -241,7 +241,7 @@ def test_replicas_and_tokens_are_those_of_each_hours_mix(few):
     alone = [planner.plan(of_table(table(slo={}, classes=[one])), Path("a.toml"))[0] for one in (chat, batch)]
     [both] = planner.plan(of_table(table(slo={}, classes=[chat, batch])), Path("a.toml"))
     assert both.hour == 0 and (both.input_tokens, both.output_tokens) == (6000, 1000)
-    assert both.rate == pytest.approx(alone[1].rate) and both.little == pytest.approx(5 * both.forecast.e2e_mean_s)
+    assert both.rate == pytest.approx(alone[1].rate) and both.little == pytest.approx(alone[1].little)
     assert [(one.hour, one.rate) for one in both.others] == [(8, pytest.approx(alone[0].rate))]
     assert max(alone[1].replicas) > 2 * max(alone[0].replicas)
     assert both.replicas == tuple(map(max, alone[0].replicas, alone[1].replicas))
@@ -356,10 +356,21 @@ def test_a_plan_holds_together(few):
     [found] = planner.plan(of_table(table()), Path("a.toml"))
     assert found.source == "roofline" and sum(found.shares.values()) == pytest.approx(1)
     assert len(found.replicas) == 24 and min(found.replicas) >= 1
-    assert found.little == pytest.approx(20 * found.forecast.e2e_mean_s)
+    assert 0 < found.little < 20 * found.forecast.e2e_mean_s
     assert found.cost.month == pytest.approx(730 * 2.0 * found.replicas[0])
     assert found.sensitivity["price"] == pytest.approx((-20, 20))
     assert all(None not in changes for changes in found.sensitivity.values())
+
+
+def test_the_requests_at_once_are_those_of_the_hours_load_not_of_full_replicas(few):
+    [found] = planner.plan(of_table(table(min_replicas=10)), Path("a.toml"))
+    pool = of_table(table()).pools["main"]
+    replica = planner.kind_of(pool, "")
+    mix = planner.loads_of(pool, replica, 0, "")[0]
+    at = planner._simulated(replica, mix, 20 / 10, planner._count(replica, mix))
+    assert found.replicas[0] == 10 and found.little == pytest.approx(20 * at.e2e_mean_s)
+    [none] = planner.plan(of_table(table(classes=[one_class(200, 50, 0.0)], min_replicas=0)), Path("a.toml"))
+    assert none.little == 0
 
 
 def test_an_engine_that_was_not_calibrated_is_named(tmp_path: Path):

@@ -66,6 +66,22 @@ def test_littles_law_holds():
     assert found.sequences == pytest.approx(found.requests_per_s * inside_s, rel=0.1)
 
 
+def test_the_batch_is_that_of_the_window():
+    """It is small at first, and for the 4 s after the last request of 14."""
+    run = serve(REPLICA, [Request(n / 2, 50, 250) for n in range(30)])
+    found = figures(REPLICA, run, 7, 14)
+    instants = [7 + n / 100 for n in range(700)]
+    at_once = [sum(one.at_s <= now < one.end_s for one in run.done) for now in instants]
+    assert found.sequences == pytest.approx(np.mean(at_once), rel=0.03)
+
+
+def test_an_engine_is_busy_for_the_part_of_the_window_in_which_it_makes_steps():
+    run = serve(REPLICA, [Request(float(n), 50, 20) for n in range(4)])
+    each_s = run.done[0].end_s - run.done[0].at_s
+    assert figures(REPLICA, run, 1, 3).busy == pytest.approx(each_s)
+    assert figures(REPLICA, run, 1, 1 + each_s).busy == pytest.approx(1)
+
+
 def test_a_closed_loop_keeps_so_many_in_the_batch():
     found = closed_loop(REPLICA, iter(lambda: (50, 30), None), 8, 20.0, 2.0)
     step = STEP.seconds(8, 8 * 65, 8 * 50 / 30)
