@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contract.errors import TridentError, Unavailable
+from contract.errors import InvalidArgument, TridentError, Unavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / ".triton" / "fleet"
 
@@ -107,7 +107,11 @@ def _scale(given: argparse.Namespace) -> int:
 def _plan(given: argparse.Namespace) -> int:
     from cluster.plan import check, planner, report, scenario
 
+    if not given.check and hasattr(given, "seconds"):
+        raise InvalidArgument("seconds", f"must be left out without --check, got {given.seconds:g}")
     if given.plot:
+        if given.check:
+            raise InvalidArgument("plot", f"must be left out with --check, which draws nothing; got {given.plot}")
         report.check_plot(given.plot)
     read = scenario.read(given.scenario)
     if given.check:

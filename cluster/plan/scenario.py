@@ -175,7 +175,8 @@ class Price(Table):
 
 # Probability that a draft token is accepted if those before it were: a number, or one for each kind of text, or for
 # each one for each of ``step_model.STRETCHES``.
-Acceptance = Annotated[tuple[tuple[Part, ...], ...], BeforeValidator(step_model.texts)]
+_OfText = Annotated[tuple[Part, ...], Field(min_length=1, max_length=len(step_model.STRETCHES))]
+Acceptance = Annotated[tuple[_OfText, ...], BeforeValidator(step_model.texts)]
 
 
 class Accelerator(Table):
@@ -307,8 +308,11 @@ class _Row(Table):
 
 def _rows(trace: Path, place: str) -> list[_Row]:
     """Return the rows of a trace in order. Raises InvalidArgument for ``place``."""
+    rows = list[_Row]()
     try:
-        rows = [_Row.model_validate_json(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
+        for line in trace.read_text("utf-8").splitlines():
+            if line.strip():
+                rows.append(_Row.model_validate_json(line))
         if len({row.at_s for row in rows}) < 2:
             raise ValueError("at_s has fewer than two instants")
         return sorted(rows, key=lambda row: row.at_s)
@@ -318,7 +322,7 @@ def _rows(trace: Path, place: str) -> list[_Row]:
         problem = str(exc)
         if isinstance(exc, ValidationError):
             error = exc.errors()[0]
-            problem = ": ".join(map(str, [*error["loc"], error["msg"]]))
+            problem = ": ".join([f"request {len(rows) + 1}", *map(str, error["loc"]), error["msg"]])
         form = "JSON lines of at_s, input_tokens and output_tokens"
         raise InvalidArgument(place, f"must have {form}, got {trace}: {problem}") from exc
 

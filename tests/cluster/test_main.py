@@ -71,6 +71,8 @@ def test_a_plot_is_drawn(scenario: Path, suffix, capsys):
     [
         (["--plot", "a.txt"], "plot: must end in .svg, .png, .pdf, got a.txt"),
         (["--plot", "/no/such/folder/a.svg"], "plot: must be in a folder that exists, got /no/such/folder/a.svg"),
+        (["--check", "main", "--plot", "a.svg"], "plot: must be left out with --check, which draws nothing; got a.svg"),
+        (["--seconds", "9"], "seconds: must be left out without --check, got 9"),
         (["--check", "other"], "check: must be one of main, got 'other'"),
         (["--check", "main"], "pools.main.engine: must be an engine that runs here"),
     ],

@@ -95,6 +95,8 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
             "pools.main.price.on_demand",
             "must be set, or reserved, where",
         ),
+        (table(acceptance=[[0.5] * 6]), "pools.main.acceptance.0", "must have at most 5 items"),
+        (table(acceptance=[[]]), "pools.main.acceptance.0", "must have at least 1 item"),
         (without("requests_per_s"), "pools.main.classes.0.requests_per_s", "one of them; got none"),
         (without("output"), "pools.main.classes.0.output", "must be a number of tokens or a table"),
         (without("name"), "pools.main.classes.0.name", "must be set"),
@@ -121,6 +123,9 @@ def test_a_trace_gives_rate_and_lengths(tmp_path: Path):
         (tmp_path / "trace.jsonl").write_text(text)
         with pytest.raises(InvalidArgument, match="classes.0.trace: must have JSON lines of at_s"):
             of_table(given, tmp_path / "a.toml")
+    (tmp_path / "trace.jsonl").write_text((row % 1) + "\n\n" + row % 1.5)
+    with pytest.raises(InvalidArgument, match=r"trace.jsonl: request 2: input_tokens: "):
+        of_table(given, tmp_path / "a.toml")
     (tmp_path / "trace.jsonl").write_text((later % 0) + later % 1e-12)
     with pytest.raises(InvalidArgument, match=r"classes.0.trace: must have .* at most 1e\+09 requests/s, got 1e\+12"):
         of_table(given, tmp_path / "a.toml")
