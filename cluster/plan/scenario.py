@@ -92,10 +92,11 @@ class Class(Table):
     requests_per_s: by hour, or a number for every hour. users: likewise, and requests_per_user_hour of each.
     trace: JSON lines of at_s, input_tokens and output_tokens, as the benchmarks replay them: rates, and the requests
         that are drawn, in place of ``input`` and ``output``.
-    metrics: of a gateway, http://HOST:PORT/metrics: rate and lengths of its pool of this name, over ``seconds``.
+    metrics: of a gateway, http://HOST:PORT/metrics: rate and lengths of its pool of this name, over ``seconds``; ""
+        is the one pool of a gateway that names none.
     """
 
-    name: Annotated[str, Field(min_length=1, max_length=100)]
+    name: Annotated[str, Field(max_length=100)]
     requests_per_s: ByHour | None = None
     users: ByHour | None = None
     requests_per_user_hour: Positive = 10.0
@@ -112,6 +113,8 @@ class Class(Table):
         if len(told) != 1:
             allowed = "must be given, or users, trace or metrics, one of them"
             raise ValueError(f"requests_per_s: {allowed}; got {told or 'none'}")
+        if not (self.name or self.metrics):
+            raise ValueError("name: must have at least 1 character without metrics, got ''")
         for name, source in (("requests_per_user_hour", "users"), ("seconds", "metrics")):
             if name in self.model_fields_set and source not in told:
                 raise ValueError(f"{name}: must be left out without {source}")
@@ -263,22 +266,25 @@ def _measured(one: Class, place: str, path: Path) -> Class:
 def _of_metrics(one: Class, place: str) -> Class:
     """Return the class with what the gateway's pool did between two readings; of lengths only the means are known."""
 
-    def reading() -> tuple[float, ...]:
+    def reading() -> prometheus.Metrics:
         try:
             with urllib.request.urlopen(one.metrics, timeout=5) as response:
-                page = prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
+                return prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
         except (OSError, ValueError, OverflowError, http.client.HTTPException) as exc:
             raise InvalidArgument(place, f"must be a gateway's metrics page, got {one.metrics}: {exc}") from exc
-        requests, tokens = "gen_ai_server_request_duration_seconds_count", "trident_gateway_pool_tokens_total"
-        sides = (page.value(tokens, pool=one.name, direction=name) for name in ("input", "output"))
-        return page.value(requests, pool=one.name, error_type=""), *sides
 
-    before = reading()
+    def counted(page: prometheus.Metrics) -> tuple[float, ...]:
+        requests = page.value("gen_ai_server_request_duration_seconds_count", pool=one.name, error_type="")
+        return requests, *(page.value(tokens, pool=one.name, direction=name) for name in ("input", "output"))
+
+    tokens, before = "trident_gateway_pool_tokens_total", reading()
     time.sleep(one.seconds)
-    requests, input_tokens, output_tokens = (now - then for now, then in zip(reading(), before, strict=True))
+    after = reading()
+    requests, input_tokens, output_tokens = (b - a for a, b in zip(counted(before), counted(after), strict=True))
     if not (requests > 0 and input_tokens > 0 and output_tokens > 0):
+        pools = ", ".join(map(repr, sorted(after.by_label(tokens, "pool")))) or "no pool"
         problem = f"must have requests of a pool {one.name!r} within {one.seconds:g} s, got none at {one.metrics}"
-        raise InvalidArgument(place, problem)
+        raise InvalidArgument(place, f"{problem}, which tells of {pools}")
     told = {"input": _of_mean(input_tokens / requests), "output": _of_mean(output_tokens / requests)}
     return _observed(one, (requests / one.seconds,) * HOURS, place).model_copy(update=told)
 

@@ -99,6 +99,7 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
         (table(acceptance=[[]]), "pools.main.acceptance.0", "must have at least 1 item"),
         (without("requests_per_s"), "pools.main.classes.0.requests_per_s", "one of them; got none"),
         (without("output"), "pools.main.classes.0.output", "must be a number of tokens or a table"),
+        (classes(name=""), "pools.main.classes.0.name", "must have at least 1 character without metrics"),
         (without("name"), "pools.main.classes.0.name", "must be set"),
     ],
 )
@@ -165,7 +166,8 @@ def test_a_trace_of_a_day_gives_each_hours_rate_and_a_shorter_one_its_mean(tmp_p
     assert recorded(tmp_path, day[:201]).rates() == pytest.approx([200 / (last - first)] * 24)
 
 
-def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
+@pytest.mark.parametrize("pool", ["chat", ""])
+def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch, pool):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     pages = [(100, 1000, 500), (120, 5000, 1500)]
 
@@ -173,10 +175,10 @@ def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
         def do_GET(self):
             requests, told, made = pages.pop(0)
             text = (
-                f'gen_ai_server_request_duration_seconds_count{{pool="chat",error_type=""}} {requests}\n'
-                f'gen_ai_server_request_duration_seconds_count{{pool="chat",error_type="Cancelled"}} {requests}\n'
-                f'trident_gateway_pool_tokens_total{{pool="chat",direction="input"}} {told}\n'
-                f'trident_gateway_pool_tokens_total{{pool="chat",direction="output"}} {made}\n'
+                f'gen_ai_server_request_duration_seconds_count{{pool="{pool}",error_type=""}} {requests}\n'
+                f'gen_ai_server_request_duration_seconds_count{{pool="{pool}",error_type="Cancelled"}} {requests}\n'
+                f'trident_gateway_pool_tokens_total{{pool="{pool}",direction="input"}} {told}\n'
+                f'trident_gateway_pool_tokens_total{{pool="{pool}",direction="output"}} {made}\n'
             )
             self.send_response(200)
             self.end_headers()
@@ -186,11 +188,15 @@ def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(4)])
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/metrics"
-        given = table(classes=[{"name": "chat", "metrics": url, "seconds": 1}])
+        given = table(classes=[{"name": pool, "metrics": url, "seconds": 1}])
         [one] = of_table(given).pools["main"].classes
+        pages += [(120, 5000, 1500)] * 2
+        other = table(classes=[{"name": "others", "metrics": url, "seconds": 1}])
+        with pytest.raises(InvalidArgument, match=f"requests of a pool 'others' .*, which tells of '{pool}'$"):
+            of_table(other)
         thread.join()
     assert one.rates()[0] == 20 and one.input is not None
     assert one.input.p50 < 200 < one.input.p95
