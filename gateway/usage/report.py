@@ -23,6 +23,7 @@ LEVELS = ("org", "team", "key")
 GROUPS = (*TIMES, *LEVELS, "model", "endpoint")
 FILTERS = ("from", "to", "tenant", "model", "endpoint", "time_zone")
 MOST_ROWS = 10_000
+_RUN = ("=", "+", "-", "@", "\t", "\r")  # with which a text begins that a spreadsheet would run
 MOST_RECORDS = 1000
 
 
@@ -40,7 +41,7 @@ class Report(NamedTuple):
         writer.writerow(self.columns)
         for row in self.rows:
             values = [row[name] for name in self.columns]
-            writer.writerow([f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t\r" else one for one in values])
+            writer.writerow([f"'{one}" if isinstance(one, str) and one.startswith(_RUN) else one for one in values])
         return text.getvalue()
 
 

@@ -111,6 +111,10 @@ def test_a_report_has_a_bounded_number_of_rows(path: Path, monkeypatch: pytest.M
 
 
 def test_a_spreadsheet_runs_nothing() -> None:
-    rows = [{"request_id": "=cmd()", "micros": -1}, {"request_id": 'a,"b"', "micros": 2}]
+    rows = [
+        {"request_id": "=cmd()", "micros": -1},
+        {"request_id": 'a,"b"', "micros": 2},
+        {"request_id": "", "micros": 3},
+    ]
     text = Report(rows, ("request_id", "micros"), {}).csv()
-    assert text == 'request_id,micros\r\n\'=cmd(),-1\r\n"a,""b""",2\r\n'
+    assert text == 'request_id,micros\r\n\'=cmd(),-1\r\n"a,""b""",2\r\n,3\r\n'
