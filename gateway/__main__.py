@@ -109,7 +109,7 @@ async def serve(service: Service) -> None:
         link.frames.send("ready")
     elif scraped_at is not None:
         ports = listening.getsockname()[1], kserve.port, scraped_at.getsockname()[1]
-        _announce(settings, *ports, service.configuration.keyless)
+        _announce(settings, *ports, service.configuration)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((stopping, serving[0]), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -126,12 +126,15 @@ async def serve(service: Service) -> None:
     await asyncio.gather(*serving)
 
 
-def _announce(settings: Settings, http_port: int, grpc_port: int, monitoring_port: int, keyless: bool) -> None:
+def _announce(
+    settings: Settings, http_port: int, grpc_port: int, monitoring_port: int, configuration: Configuration
+) -> None:
     http, grpc = (banner.address(settings.host, port) for port in (http_port, grpc_port))
     print("http", http, "grpc", grpc)  # programs read this line, people the rest
     http, grpc = (banner.reachable(settings.host, port) for port in (http_port, grpc_port))
     monitoring_address = banner.reachable(settings.monitoring_host, monitoring_port)
-    print(banner.text(settings, http, grpc, monitoring_address, keyless=keyless), flush=True)
+    keyless, models = configuration.keyless, tuple(configuration.policy.models)
+    print(banner.text(settings, http, grpc, monitoring_address, keyless=keyless, models=models), flush=True)
 
 
 async def serve_with_workers(settings: Settings, configuration: Configuration) -> int:
@@ -147,7 +150,7 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
     try:
         if not await parent.start():
             return 2
-        _announce(settings, http_port, grpc_port, monitoring_port, configuration.keyless)
+        _announce(settings, http_port, grpc_port, monitoring_port, configuration)
         if not settings.redis:
             text = (
                 "without %s a retry with an idempotency-key finds its stream, and a cached response is found, at the "
