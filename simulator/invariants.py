@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency, Slot
 from gateway.admission.fair_queue import Entry
-from gateway.admission.pool_slots import Claim, PoolSlots
+from gateway.admission.pool_slots import SHORT, Claim, PoolSlots
 from gateway.admission.sharing import AHEAD
 from gateway.config.calendar import period_at
 from gateway.config.policy import ModelPrice
 from gateway.config.tenant import Level, Limits
 from gateway.routing.circuit_breaker import BreakerState
 from gateway.service import Service
+from gateway.usage.store import UsageRecord
 from simulator.fleet import Fleet
 from simulator.replica import Replica
 
@@ -58,7 +60,8 @@ class Ledger:
         self.open = 0  # requests that began and did not end
         self._under_way = Counter[str]()  # requests that were admitted and have not ended, by level
         self._taken: defaultdict[tuple[str, str], float] = defaultdict(float)  # from a bucket, by name and reservation
-        self._tokens = 0  # of all requests
+        self._tokens = self._micros = 0  # of all requests
+        self._records: list[int] | None = None  # tokens and money of all usage records; None without any
         self._placed = Counter[tuple[int, str]]()  # requests that hold a place under the caps, by caps and cap
         self._asking = Counter[tuple[int, str]]()  # requests by gateway and level, "" for all of the gateway
         self._accounts: dict[tuple[object, ...], _Account] = {}  # by store, level, limit and its day or month
@@ -67,14 +70,28 @@ class Ledger:
     def watch(self, gateways: Iterable[Service]) -> None:
         """See from now on what reservations and settlements take from the buckets, and who gets places and slots."""
         for gateway in gateways:
+            gateway.replicas.on_open = partial(self._opened, gateway, gateway.replicas.on_open)
             for pool, slots in gateway.admission._slots.items():
                 self._turns(gateway, pool, slots)
             gateway.admission._make_slots = partial(self._slots, gateway)
+            if (write := gateway.admission.on_charged) is not None:
+                gateway.admission.on_charged = partial(self._recorded, write)
             if isinstance(caps := gateway._concurrency, Concurrency):
                 caps.try_acquire = partial(self._acquired, caps)  # type: ignore[method-assign]
             if isinstance(store := gateway.budgets, MemoryStore):
                 store.settle = partial(self._settled, store)  # type: ignore[method-assign]
                 store.try_reserve = partial(self._reserved, store)  # type: ignore[method-assign]
+
+    def _opened(self, gateway: Service, tell: Callable[[str], None], url: str) -> None:
+        tell(url)
+        for replica in gateway.replicas.all():
+            if replica.url == url:
+                replica.channel.breaker.opened(time.monotonic())  # type: ignore[attr-defined]
+
+    def _recorded(self, write: Callable[[UsageRecord], None], record: UsageRecord) -> None:
+        write(record)
+        tokens, micros = self._records or (0, 0)
+        self._records = [tokens + record.prompt_tokens + record.completion_tokens, micros + record.micros]
 
     def _turns(self, gateway: Service, pool: str, slots: PoolSlots) -> None:
         def known() -> bool:
@@ -89,9 +106,16 @@ class Ledger:
     def _acquired(
         self, caps: Concurrency, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = ""
     ) -> Slot:
-        slot = Concurrency.try_acquire(caps, levels, priority, requests, pool)
         mosts = {level.name: level.limits.max_in_flight for level in levels}
-        mosts |= {"all": caps.limit, f"class {priority} at {pool}": caps.class_limits.get(priority)}
+        mosts |= {f"class {priority} at {pool}": caps.class_limits.get(priority)}
+        try:
+            slot = Concurrency.try_acquire(caps, levels, priority, requests, pool)
+        except Overloaded:
+            kept = mosts | {f"pool {pool}": caps.limit // max(10, 2 * len(caps.pools)) if len(caps.pools) > 1 else 0}
+            if all(most is None or self._placed[id(caps), name] + requests <= most for name, most in kept.items()):
+                self.broken("a request was refused in the part of the limit that is kept for its pool")
+            raise
+        mosts |= {"all": caps.limit, f"pool {pool}": None}
         for name, most in mosts.items():
             self._placed[id(caps), name] += requests
             if most is not None and self._placed[id(caps), name] > most:
@@ -199,6 +223,7 @@ class Ledger:
         tokens = used.input_tokens + used.output_tokens if used is not None else 0
         micros = price.micros(used) if price is not None and used is not None else 0
         self._tokens += tokens
+        self._micros += micros
         own = tuple(f"{level.name} " for level in levels)  # what follows a space is a scope of the level
         standings = reservation.standings if reservation is not None else ()
         asked = {standing.demand.level for standing in standings}
@@ -219,6 +244,8 @@ class Ledger:
         held = sum(gateway.admission.running for gateway in gateways)
         if held > self.open:
             self.broken("more slots were held than requests were under way")
+        for replica in (replica for gateway in gateways for replica in gateway.replicas.all()):
+            replica.channel.breaker.check(replica.breaker, time.monotonic())  # type: ignore[attr-defined]
         for slots in (gateway.admission.slots(pool) for gateway in gateways for pool in gateway.replicas.pools):
             of_class, of_tenant, *_ = slots.queue.state()
             most = slots.rules.max_waiting_per_class, slots.rules.max_waiting_per_tenant
@@ -256,6 +283,8 @@ class Ledger:
             self.broken("a request without an answer was charged, or one twice")
         if sum(gateway.metrics.engine_tokens for gateway in gateways) != self._tokens:
             self.broken("the gateways' metrics count other tokens than were answered")
+        if self._records not in (None, [self._tokens, self._micros]):
+            self.broken("the usage records tell other tokens or money than were answered")
         if any(replica.late for replica in replicas):
             self.broken("a request was sent to a replica that had withdrawn")
         for gateway in gateways:
@@ -285,6 +314,8 @@ class Turns:
         self._slots, self._there, self._known, self._broken = slots, slots_there, known, broken
         self._came: defaultdict[int, dict[Entry, float]] = defaultdict(dict)  # by class, in the order they came
         self._held_of, self._held_at = Counter[str](), Counter[int]()  # slots by tenant and by class
+        self._long = set[tuple[Entry, int]]()  # slots of requests that were not short beside those that ran
+        self._longest_tokens = 0  # of those that run, added up
         # By key: tokens of a request at most, of those that run, and of these at most.
         self._largest: defaultdict[_Key, float] = defaultdict(float)
         self._running: defaultdict[_Key, float] = defaultdict(float)
@@ -317,6 +348,10 @@ class Turns:
             self._compare(entry, cost, limits, now_s)
         if not entry.waiting:
             self._came[entry.priority].pop(entry, None)
+        running = self._held_at.total()
+        if not running or entry.longest_tokens > SHORT * self._longest_tokens / running:
+            self._long.add((entry, claim.given))
+        self._longest_tokens += entry.longest_tokens
         self._held_of[entry.tenant] += 1
         self._held_at[entry.priority] += 1
         self._running[key] += cost
@@ -362,7 +397,13 @@ class Turns:
         own = rules.max_running or there
         less_urgent = sum(count for priority, count in self._held_at.items() if priority >= entry.priority)
         every, slots = self._held_at.total(), rules.max_running or math.ceil(there * AHEAD)
+        kept = min(max(1, math.floor(own * rules.short_reserve)), own - 1)
         for held, most, problem in (
+            (
+                len(self._long),
+                own - kept if rules.short_reserve else math.inf,
+                "a slot kept for short requests was taken",
+            ),
             (every, slots, "more slots were given than are there"),
             (self._held_of[entry.tenant], _part(own, rules.tenant_share), "a tenant got more slots than tenant_share"),
             (less_urgent, _part(own, entry.share), "a class got more slots than its share"),
@@ -371,6 +412,8 @@ class Turns:
                 self._broken(problem)
 
     def _take_back(self, entry: Entry, number: int, reserved: bool) -> None:
+        self._long.discard((entry, number))
+        self._longest_tokens -= entry.longest_tokens
         self._held_of[entry.tenant] -= 1
         self._held_at[entry.priority] -= 1
         self._running[_key(entry)] -= entry.part(number)

@@ -172,7 +172,7 @@ class Channel:
 
     def __init__(self, replica: Replica, connection: Any, routes: Routes) -> None:
         self._replica, self.connection, self.url = replica, connection, replica.address
-        self._routes, self._breaker = routes, Breaker(routes.settings)
+        self._routes, self.breaker = routes, Breaker(routes.settings, routes.broken)
 
     @property
     def has_room(self) -> bool:
@@ -193,12 +193,11 @@ class Channel:
 
     def generate(self, sent: Sent, timeout_s: float, metadata: object) -> Call:
         prompt = sent.request.text_input
-        if isinstance(prompt, Prompt):
-            if self._breaker.forbids(asyncio.get_running_loop().time()):
-                self._routes.broken("a request was sent to a replica whose breaker must be open")
-            if not prompt.pools:
-                self._routes.check(self.url, self._replica.pool, sent.request)
-        return Call(self._replica, sent, timeout_s, self._breaker)
+        if not isinstance(prompt, Prompt):  # a probe, which the gateway's breaker does not see
+            return Call(self._replica, sent, timeout_s, Breaker(self._routes.settings, self._routes.broken))
+        if not prompt.pools:
+            self._routes.check(self.url, self._replica.pool, sent.request)
+        return Call(self._replica, sent, timeout_s, self.breaker)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -212,6 +211,7 @@ class Call:
         self._breaker, self._sent_s = breaker, self._loop.time()
         self._replica, self._request = replica, sent.request
         self.prompt = sent.request.text_input
+        breaker.sent(self, self._sent_s)
         self._messages: deque[Message] = deque()
         self._error: grpc.aio.AioRpcError | None = None
         self._ended, self._due_s = False, 0.0  # when the last message arrives
@@ -252,6 +252,7 @@ class Call:
         if self._ended:
             return False
         self._end()
+        self._breaker.left(self)
         self._replica.engine.cancel(self._sequence, self._loop.time())
         if self._reader is not None and not self._reader.done():
             self._reader.cancel()
@@ -262,7 +263,9 @@ class Call:
             self._end()
             self._replica.engine.cancel(self._sequence, self._loop.time())
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
-                self._breaker.failed(self._sent_s, self._loop.time())
+                self._breaker.failed(self, self._sent_s, self._loop.time())
+            else:
+                self._breaker.left(self)
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
             self._wake()
 
@@ -302,9 +305,10 @@ class Call:
     def _arrive(self, message: Message) -> None:
         if not self._ended:
             self._messages.append(message)
+            self._breaker.began(self)
             if message[1]:
                 self._end()
-                self._breaker.succeeded()
+                self._breaker.succeeded(self._sent_s)
             self._wake()
 
     def _end(self) -> None:

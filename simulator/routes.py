@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from contract.generation import GenerationRequest
 from gateway.config.settings import SCORED, Settings
 from gateway.generation import Generation
 from gateway.routing import prefix_cache
+from gateway.routing.circuit_breaker import LONGEST_OPEN, BreakerState
+from gateway.routing.circuit_breaker import Breaker as CircuitBreaker
 from gateway.routing.replicas import RoutedReplica
 from gateway.routing.scoring import LIGHT, NEARLY_FULL
 from gateway.service import Service
@@ -23,24 +26,61 @@ _SHORTEST = 256  # tokens in common, which no block's end cuts to less than rout
 
 
 class Breaker:
-    """What a replica's breaker must do at least, by the calls that the replica fails."""
+    """What a replica's breaker must do, by the calls that the replica fails."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, broken: Callable[[str], None]) -> None:
+        self._broken = broken
         self._failures, self._open_s = settings.breaker_failures, settings.breaker_open_s
         self._in_a_row, self._opened_s = 0, -self._open_s
+        self._trial: object | None = None  # the first call after the pause, until it has a token or ends
+        # Of what the gateway itself says: calls in a row that did not end well, for whatever reason; when it opened.
+        self._bad, self._pause_s, self._told_s = 0, 0.0, -math.inf
 
-    def forbids(self, now_s: float) -> bool:
-        return self._opened_s < now_s < self._opened_s + self._open_s
+    def sent(self, call: object, now_s: float) -> None:
+        """Take note of a call."""
+        if self._opened_s < now_s < self._opened_s + self._open_s:
+            self._broken("a request was sent to a replica whose breaker must be open")
+        elif self._trial is not None:
+            self._broken("a request was sent to a replica beside the trial of its breaker")
+        elif self._in_a_row >= self._failures and self._told_s >= self._opened_s:
+            self._trial = call
 
-    def succeeded(self) -> None:
-        self._in_a_row, self._opened_s = 0, -self._open_s
+    def began(self, call: object) -> None:
+        """Take note of a message. That of the trial closes the breaker, and the next failure opens it."""
+        if call is self._trial:
+            self._trial, self._in_a_row = None, self._failures - 1
 
-    def failed(self, sent_s: float, now_s: float) -> None:
+    def succeeded(self, sent_s: float) -> None:
+        # What was under way when the breaker opened tells nothing.
+        if self._in_a_row < self._failures or sent_s >= self._opened_s + self._open_s:
+            self._trial, self._in_a_row, self._opened_s = None, 0, -self._open_s
+        if sent_s >= self._told_s:
+            self._bad, self._pause_s = 0, 0.0
+
+    def left(self, call: object) -> None:
+        """Take note of a call that the gateway ended: its caller left, or the replica was silent."""
+        self._bad += 1
+        self._trial = None if call is self._trial else self._trial
+
+    def failed(self, call: object, sent_s: float, now_s: float) -> None:
+        self.left(call)
         if sent_s < self._opened_s + self._open_s:
             return  # it was under way when the breaker opened
         self._in_a_row += 1
         if self._in_a_row >= self._failures:
             self._opened_s = now_s
+
+    def opened(self, now_s: float) -> None:
+        """Take note that the gateway's breaker has opened."""
+        if self._bad < self._failures:
+            self._broken("a breaker opened before so many failures in a row")
+        self._pause_s = min(2 * self._pause_s, LONGEST_OPEN * self._open_s) or self._open_s
+        self._told_s = now_s
+
+    def check(self, own: CircuitBreaker, now_s: float) -> None:
+        """Check the gateway's breaker, ``own``, at any time."""
+        if own.state is BreakerState.OPEN and not own.allows(now_s) and now_s > self._told_s + self._pause_s + 1:
+            self._broken("a breaker stayed open after its pause")
 
 
 class Routes:

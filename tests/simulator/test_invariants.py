@@ -15,7 +15,7 @@ from gateway.admission import budget_store, concurrency, fair_admission
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Bucket
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.fair_admission import FairAdmission
+from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.fair_queue import FairQueue
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.choices import Choices
@@ -427,6 +427,35 @@ def test_tokens_that_the_metrics_count_twice_are_found(monkeypatch):
     assert "the gateways' metrics count other tokens than were answered" in simulated().violations
 
 
+def test_usage_that_is_recorded_twice_is_found(monkeypatch, tmp_path: Path):
+    (tmp_path / "gateway.toml").write_text(KEYS.partition("tokens")[0] + "tokens_per_day = 100000")
+    table = {"gateway": {"policy": "gateway.toml"}, "personas": {"chat": CHAT | {"key": "acme/web/site"}}}
+    assert not simulated(folder=tmp_path, **table).violations
+    real = Permit.settle
+
+    def twice(permit, usage):
+        if permit.open:
+            permit.admission.on_charged(permit.charge.record(permit.reserved_s, permit.tenant.levels, usage))
+        real(permit, usage)
+
+    monkeypatch.setattr(Permit, "settle", twice)
+    found = simulated(folder=tmp_path, **table).violations
+    assert found == {"the usage records tell other tokens or money than were answered": 1}
+
+
+def test_a_part_that_is_not_kept_for_each_pool_is_found(monkeypatch, tmp_path: Path):
+    models = '[models.small]\npools = ["main"]\n[models.large]\npools = ["big"]\n'
+    (tmp_path / "gateway.toml").write_text(models)
+    people = {"flood": CHAT | {"model": "small", "arrivals": "poisson:20"}, "chat": CHAT | {"model": "large"}}
+    pools = {"main": POOL | {"slots": 1}, "big": POOL}
+    gateway = {"policy": "gateway.toml", "settings": {"max_in_flight": "40"}}
+    table = {"gateway": gateway, "pools": pools, "personas": people, "folder": tmp_path}
+    honest = simulated(**table)
+    assert honest.counts["refused: concurrency"] > 5 and not honest.violations
+    monkeypatch.setattr(Concurrency, "_kept", 0)
+    assert "a request was refused in the part of the limit that is kept for its pool" in simulated(**table).violations
+
+
 def test_budget_that_is_never_settled_is_found(monkeypatch, tmp_path: Path):
     (tmp_path / "gateway.toml").write_text(KEYS)
     monkeypatch.setattr(MemoryStore, "settle", skipping(MemoryStore.settle, 0))
@@ -493,6 +522,7 @@ def turns(folder: Path, orgs: str) -> Result:
             "a tenant got more slots than tenant_share",
         ),
         ("c", PoolSlots, "_share", lambda real: lambda *_: 100, "a class got more slots than its share"),
+        ("ab", PoolSlots, "_reserve", lambda real: lambda *_: 0, "a slot kept for short requests was taken"),
         (
             "abc",
             FairQueue,
@@ -509,7 +539,7 @@ def turns(folder: Path, orgs: str) -> Result:
         ),
         ("ab", FairQueue, "expire", lambda real: lambda *_: [], "a request got a slot after its deadline"),
     ],
-    ids="class gateway slots tenant share order fair deadline".split(),
+    ids="class gateway slots tenant share short order fair deadline".split(),
 )
 def test_a_slot_for_the_wrong_request_is_found(monkeypatch, tmp_path: Path, orgs, owner, name, plant, violation):
     assert not turns(tmp_path, orgs).violations

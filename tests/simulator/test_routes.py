@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from clients.replica_set import picks
 from gateway.generation import Generation
 from gateway.routing import scoring
-from gateway.routing.circuit_breaker import Breaker
+from gateway.routing.circuit_breaker import Breaker, BreakerState
 from gateway.routing.replicas import Failover
 from simulator.run import Result
 from tests.simulator.test_run import simulated
@@ -67,3 +69,47 @@ def test_promises_of_routing_hold():
 def test_a_broken_promise_of_routing_is_found(monkeypatch, owner, name, planted, violation):
     monkeypatch.setattr(owner, name, planted)
     assert violation in faulty("8" if name == "remaining_s" else "600").violations
+
+
+def failing() -> Result:
+    """Run requests while a replica fails for some pauses of its breaker, and again for a moment."""
+    faults = [
+        {"kind": "fail", "pool": "main", "replica": 0, "at_s": at_s, "for_s": for_s}
+        for at_s, for_s in ((3, 4), (14, 0.3))
+    ]
+    pools = {"main": {"replicas": 2, "slots": 30, "step": {"step_s": 0.05, "prefill_token_s": 0.001}}}
+    people = {"chat": {"arrivals": "poisson:20", "output": "8"}}
+    gateway = {"settings": {"breaker_failures": "3", "breaker_open_s": "1"}}
+    return simulated(3, pools=pools, personas=people, gateway=gateway, faults=faults, duration_s=18.0)
+
+
+def test_a_breaker_keeps_its_promises():
+    assert not failing().violations
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "violation"),
+    [
+        (
+            "after",
+            lambda real: lambda one, ok, *rest: Breaker(failures=one.failures) if ok else real(one, ok, *rest),
+            "a breaker opened before so many failures in a row",
+        ),
+        (
+            "after",
+            lambda real: (
+                lambda *given: dataclasses.replace(new := real(*given), until_s=new.until_s + 20 * new.pause_s)
+            ),
+            "a breaker stayed open after its pause",
+        ),
+        (
+            "allows",
+            lambda real: lambda one, now_s: real(one, now_s) or one.state is BreakerState.HALF_OPEN,
+            "a request was sent to a replica beside the trial of its breaker",
+        ),
+    ],
+    ids="early long trial".split(),
+)
+def test_a_broken_promise_of_a_breaker_is_found(monkeypatch, name, planted, violation):
+    monkeypatch.setattr(Breaker, name, planted(getattr(Breaker, name)))
+    assert violation in failing().violations
