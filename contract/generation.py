@@ -130,7 +130,7 @@ class GenerationRequest:
         never been cut. They count as output, in ``max_tokens`` too.
     max_tokens: longest output; 0 with echo returns the prompt alone.
     stop: strings that end the output and are not part of it.
-    stop_token_ids: ids that end the output and are not part of it.
+    stop_token_ids: ids that end the output; its last id is one of them then, without a text.
     bad_words: strings whose ids, in this order, are not generated; an engine that cannot promise it refuses them.
     stream: send increments, else the whole output at its end.
     echo: the output begins with the prompt.

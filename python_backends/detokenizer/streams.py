@@ -124,12 +124,15 @@ class Streams:
         """Return the text of the increment's ids; those that belong to the output are held with the stream."""
         ids, state = list(increment.token_ids), increment.state
         ended = state.event is StreamEvent.STOP and ids and ids[-1] == state.stop_id
-        if ended and state.stop_id in stream.options.hidden_ids:
-            ids.pop()
+        # A stop id of the caller's has no text; like every other id of the output it counts and has a log probability.
+        without_text = [ids.pop()] if ended and state.stop_id in stream.options.hidden_ids else []
         text, consumed = self._feed(stream, ids)
         if stream.stop is None and state.event.last:
             text += stream.text.finish()
             stream.stop = stream.text.stop
+        if stream.stop is None:
+            ids += without_text
+            consumed += len(without_text)
         # An echoed prompt's ids come first, with or without log probabilities.
         dropped = len(increment.token_ids) - consumed
         log_probs = increment.log_probs[: max(0, len(increment.log_probs) - dropped)]
@@ -150,13 +153,11 @@ class Streams:
         delta = stream.take("".join(stream.held_text) + text)
         delta.finish_reason = FinishReason[state.event.name]
         delta.stop_reason = str(state.stop_id) if state.stop_id >= 0 else ""
-        # A stop id that is kept out of the output was generated and counts.
-        hidden = int(state.event is StreamEvent.STOP and state.stop_id in options.hidden_ids and stream.stop is None)
         if stream.stop is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, stream.stop
         elif state.event is StreamEvent.ERROR:
             delta.error = increment.error
-        generated = max(0, stream.ids - stream.echoed_ids) + hidden
+        generated = max(0, stream.ids - stream.echoed_ids)
         delta.usage = Usage(state.num_input_tokens, generated, state.num_cached_tokens)
         if options.timings and state.arrival_ns:
             engine = state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns

@@ -26,7 +26,7 @@ class StreamOptions:
     echo: the stream begins with the prompt's ids.
     stop: strings that end the output.
     include_stop: leave the matched string in the text.
-    hidden_ids: stop ids that end the stream and are not part of the output.
+    hidden_ids: stop ids that end the stream and are not part of its text.
     min_tokens: stop strings count after so many ids.
     timings: report the instants of tokenizer, engine and detokenizer with the last response.
     tokenized_ns: CLOCK_MONOTONIC, the ids were ready; 0 if unknown.

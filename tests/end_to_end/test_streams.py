@@ -83,14 +83,15 @@ async def test_min_tokens_holds_off_stop_strings_and_end_ids(client, tokenizer):
     assert len(late.ids) >= 10
 
 
-async def test_a_stop_id_ends_the_output_without_being_part_of_it(client):
+async def test_a_stop_id_ends_the_output_and_is_not_part_of_its_text(client):
     whole = await ask(client, BASE)
     stop_id = whole.ids[5]
-    answer = await ask(client, {**BASE, "stop_token_ids": [stop_id]})
-    assert answer.ids == whole.ids[: whole.ids.index(stop_id)]
+    answer = await ask(client, {**BASE, "stop_token_ids": [stop_id], "return_log_probs": True})
+    before = await ask(client, {**BASE, "max_tokens": whole.ids.index(stop_id)})
+    assert answer.ids == [*before.ids, stop_id] and answer.text == before.text
     assert answer.finish_reasons == ["stop"]
     assert answer.outputs["stop_reason"].item().decode() == str(stop_id)
-    assert answer.outputs["num_output_tokens"].item() == len(answer.ids) + 1
+    assert answer.outputs["num_output_tokens"].item() == len(answer.ids) == len(answer.log_probs)
 
 
 @pytest.mark.parametrize("stream", [True, False])

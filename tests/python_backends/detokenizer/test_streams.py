@@ -194,15 +194,16 @@ def test_no_stop_string_counts_before_min_tokens(sizes):
 # ---- stop ids -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_id_of_the_callers_ends_the_text_and_is_not_part_of_it_but_counts():
+def test_a_stop_id_of_the_callers_ends_the_text_and_is_not_part_of_it_but_an_id_of_the_output():
     reader = Reader(hidden_ids=(7,))
     reader.feed(*reader.encode("fox"), 7, event=StreamEvent.STOP, stop_id=7)
     last = reader.increments[-1]
-    assert reader.text == "fox" and 7 not in reader.ids and len(reader.log_probs) == len(reader.ids)
+    assert reader.text == "fox" and reader.ids == [*reader.encode("fox"), 7]
+    assert reader.log_probs == [-float(token) for token in reader.ids]
     assert (last.finish_reason, last.stop_reason, last.usage.output_tokens) == (
         FinishReason.STOP,
         "7",
-        len(reader.ids) + 1,
+        len(reader.ids),
     )
     assert reader.cum_log_prob == pytest.approx(sum(reader.log_probs))
 
