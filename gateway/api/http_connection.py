@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with bounds: on the time, number and bytes of headers, and on pipelined requests.
 
-It also lets a response abort the connection of a stalled client, notices the disconnect of a client that pipelines, and
-never reads a body as the next request. uvicorn leaves these to a proxy in front of it; there may be none here.
+It also lets a response abort the connection of a stalled client, notices the disconnect of a client that pipelines,
+never reads a body as the next request, and sends no chunks to a client of HTTP/1.0. uvicorn leaves these to a proxy in
+front of it; there may be none here.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Connection(HttpToolsProtocol):
         self._ignoring_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if not self._rejected and not self._ignoring_upgrade:
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0":
+                _send_without_chunks(self.cycle)
             self._pipelined = [*self._incomplete(), self.cycle]
             if len(self._pipelined) > MAX_PIPELINED:
                 self.transport.abort()
@@ -167,6 +170,23 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.close)
         else:
             self.transport.close()
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """End a body of unknown length with the connection: uvicorn sends chunks, which HTTP/1.0 does not have."""
+    send, sized = cycle.send, True
+
+    async def sent(message: Any) -> None:
+        nonlocal sized
+        if message["type"] == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not sized:
+                cycle.chunked_encoding = False
+        elif not sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = sent  # type: ignore[method-assign]  # uvicorn has no hook for it
 
 
 def bounded(header_timeout_s: float) -> type[Connection]:

@@ -59,6 +59,20 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses == [b"200"] * (MAX_PIPELINED - 1) + [b"404"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_of_http_1_0_gets_no_chunks(stream: bool) -> None:
+    body = b'{"model": "demo", "prompt": "one", "stream": %b}' % (b"true" if stream else b"false")
+    head = POST.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n" % len(body)
+    async with FakeReplica(lambda seen: Script((" a", " b"))) as replica, gateway(replica) as running:
+        headers, _, content = (await received(running, head + body)).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in headers and b"connection: close" in headers
+        if stream:
+            assert all(line.startswith(b"data: ") for line in content.split(b"\n") if line)
+            assert content.endswith(b"data: [DONE]\n\n")
+        else:
+            assert json.loads(content)["choices"][0]["text"] == " a b"
+
+
 @pytest.mark.parametrize("rest", [LIVE, b"GET / HTTP/1.1\r\n" + FLOOD], ids=["late", "endless"])
 async def test_headers_behind_a_request_under_way_have_the_same_bounds(rest: bytes) -> None:
     late, body = rest is LIVE, b'{"model": "demo", "prompt": "one", "stream": true}'
