@@ -7,6 +7,7 @@ value that changes nothing (an empty ``logit_bias``, ``n=1``).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,6 +31,7 @@ MAX_STOPS = 100  # the tokenizer model's limit
 MAX_TOOLS = 128
 MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
 _UNION_MEMBERS = ("str", "int", "float", "TextPart", "NamedTool", "NamedFunction", "Document")  # in pydantic's errors
+_OBJECT = re.compile(r"(a valid )?dictionary( or instance of \w+)?")  # in pydantic's errors: an object
 MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repeats
 _Number = StrictFloat  # accepts integers too
 _Integer = Annotated[StrictInt, WHOLE]
@@ -524,7 +526,8 @@ def _error(failed: pydantic.ValidationError) -> InvalidArgument:
     errors = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     nearest = max(errors, key=lambda error: len(_path(error)))
     path = _path(nearest)
-    messages = list(dict.fromkeys(error["msg"] for error in errors if _path(error) == path))
+    messages = [error["msg"] for error in errors if _path(error) == path]
+    messages = list(dict.fromkeys(_OBJECT.sub("an object", message) for message in messages))
     name = _shown(".".join(map(str, path)))
     if nearest["type"] == "extra_forbidden":
         return InvalidArgument(name, "is not supported; leave it out")

@@ -178,6 +178,22 @@ def test_what_cannot_be_done_is_named(body: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"stream_options": 1}, "stream_options: input should be an object"),
+        ({"metadata": []}, "metadata: input should be an object"),
+        ({"messages": ["hi"]}, "messages.0: input should be an object"),
+        ({"metadata": {str(n): "x" for n in range(10_001)}}, "metadata: must have at most 10000 entries, got 10001"),
+        ({"tool_choice": 1}, "tool_choice: input should be 'none', 'auto' or 'required' or input should be an object"),
+    ],
+)
+def test_an_object_is_called_as_json_calls_it(body: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**body)
+    assert str(caught.value) == problem
+
+
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
 def test_no_body_raises_anything_but_invalid_argument(data: bytes) -> None:
     for kind in (ChatRequest, CompletionRequest):

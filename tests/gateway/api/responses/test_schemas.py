@@ -114,7 +114,7 @@ def test_a_response_repeats_its_request() -> None:
         ({"metadata": {"a": "b" * 513}}, "metadata.a", "at most 512 characters"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"input": []}, "input", "is missing"),
-        ({"input": [7]}, "input.0", "should be a valid dictionary"),
+        ({"input": [7]}, "input.0", "should be an object"),
         (
             {"input": [{"type": "image"}]},
             "input.0.type",
