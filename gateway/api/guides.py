@@ -82,6 +82,8 @@ class GuidedBody(StrictModel):
             first, second, *_ = guides
             raise InvalidArgument(second, f"must be left out with {first}: one of them holds the output")
         for field, guide in guides.items():
+            if guide.kind != "json" and not guide.text:
+                raise InvalidArgument(field, "must have at least one character, got an empty string")
             try:
                 return guide.validate()
             except InvalidArgument as exc:

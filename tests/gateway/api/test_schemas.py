@@ -194,6 +194,14 @@ def test_an_object_is_called_as_json_calls_it(body: dict[str, Any], problem: str
     assert str(caught.value) == problem
 
 
+@pytest.mark.parametrize("name", ["regex", "grammar"])
+def test_an_empty_guide_is_called_empty(name: str) -> None:
+    bodies: list[dict[str, Any]] = [{"structured_outputs": {name: ""}}, {f"guided_{name}": ""}]
+    for body in bodies:
+        with pytest.raises(InvalidArgument, match=f"{name}: must have at least one character"):
+            completion(**body).guide()
+
+
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
 def test_no_body_raises_anything_but_invalid_argument(data: bytes) -> None:
     for kind in (ChatRequest, CompletionRequest):
