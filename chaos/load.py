@@ -60,7 +60,8 @@ class Left(Exception):
 class Outcome:
     """How a request ended. Times are seconds of the monotonic clock.
 
-    ends: messages that end the stream, one by right. late_text: text behind the first of them.
+    ends: messages that end the stream, one by right. late_text: text behind the first of them, and any line behind
+    the stream's last one.
     error: name of the error's class, CUT, LATE, LEFT, or "". reason: why its tokens ended, "" if they did not.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
     leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
@@ -197,10 +198,10 @@ class Load:
                 return
             done = False
             async for line in answer.content:
-                if done and line.strip():
-                    raise ValueError(f"{line!r} after [DONE]")
+                if done:
+                    outcome.late_text += line.decode(errors="replace").strip()
                 done = done or line.startswith(b"data: [DONE]")
-                if line.startswith(b"data: {"):
+                if line.startswith(b"data: {") and not done:
                     self._event(outcome, json.loads(line[6:]))
             if not done and outcome.ends:
                 outcome.fail(CUT, "no [DONE]")

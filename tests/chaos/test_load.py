@@ -73,7 +73,8 @@ def test_no_two_tenants_share_a_prompt():
         (BEGIN + END + b'data: {"choices": [], %b}\n\n' % USAGE + DONE, "", 2, "ab", ""),
         (BEGIN, CUT, 0, "a", ""),
         (BEGIN + END, CUT, 1, "ab", ""),
-        (BEGIN + END + DONE + BEGIN, "Malformed", 1, "ab", ""),
+        (BEGIN + END + DONE + BEGIN, "", 1, "ab", BEGIN.decode().strip()),
+        (BEGIN + END + DONE + DONE, "", 1, "ab", "data: [DONE]"),
     ],
 )
 async def test_an_event_stream_is_read_to_its_last_byte(body: bytes, error: str, ends: int, text: str, late_text: str):
