@@ -84,11 +84,16 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
     timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
+    mixes = [replace(load, seed=scenario.seed + nth) for nth in range(ROUNDS)]
+    for mix in mixes:
+        for per_s, requests in _open_loads(mix, replica, rate, turn_s):
+            if not any(one.at_s >= WARMUP_S for one in requests):
+                problem = f"must be more: of {per_s:.3g} requests/s none comes in a turn of {turn_s:.3g} s, a third"
+                raise InvalidArgument("seconds", f"{problem}; got {seconds:g}")
     turns: dict[str, list[tuple[_BenchLoad, Compared]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         ratios = [_steps_take(given.engine, folder)]
-        for nth in range(ROUNDS):
-            mix = replace(load, seed=scenario.seed + nth)
+        for mix in mixes:
             for bench_load in _loads(mix, replica, rate, clients, turn_s, folder):
                 compared = _compared(bench_load, replica, timing, folder)
                 turns.setdefault(bench_load.name, []).append((bench_load, compared))
@@ -103,13 +108,19 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     return found
 
 
+def _open_loads(load: Load, replica: Replica, rate: float, seconds: float) -> Iterator[tuple[float, list[Request]]]:
+    """Yield requests per second and, until the end of the turn, those requests that the engine takes."""
+    end_s = WARMUP_S + seconds
+    for per_s in (part * rate for part in PARTS):
+        coming = (one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s)
+        yield per_s, [one for one in coming if one.input_tokens + one.output_tokens <= replica.longest]
+
+
 def _loads(
     load: Load, replica: Replica, rate: float, clients: int, seconds: float, folder: str
 ) -> Iterator[_BenchLoad]:
     end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
-    for per_s in (part * rate for part in PARTS):
-        coming = (one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s)
-        requests = [one for one in coming if one.input_tokens + one.output_tokens <= replica.longest]
+    for per_s, requests in _open_loads(load, replica, rate, seconds):
         trace.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in requests))
         forecast = partial(_open_loop, requests, end_s)
         yield _BenchLoad(f"{per_s:.3g} requests/s", forecast, ["--arrivals", f"trace:{trace}"])

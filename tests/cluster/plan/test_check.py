@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import arrivals
+from cluster.plan import check
 from cluster.plan.check import FIGURES, Compared, _loads, _mean, described, keep, run
 from cluster.plan.planner import CHECKED, _checked, loads_of
 from cluster.plan.report import _errors
@@ -91,3 +93,18 @@ def test_requests_that_the_engine_refuses_are_not_sent(tmp_path):
 def test_seconds_that_no_load_can_last_are_refused(seconds):
     with pytest.raises(InvalidArgument, match="seconds: must be from 3 to 3600, got"):
         run(of_table(table()), "main", seconds)
+
+
+@pytest.mark.parametrize(("rate", "seconds", "enough"), [(0.05, 45.0, False), (0.05, 3000.0, True), (2.0, 3.0, False)])
+def test_a_turn_in_which_no_request_comes_is_refused_before_anything_is_measured(monkeypatch, rate, seconds, enough):
+    def measured(engine, folder):
+        raise AssertionError("the engine is measured")
+
+    monkeypatch.setenv("TRIDENT_ENGINES_DIR", "engines")  # which the check changes
+    monkeypatch.setattr(check, "kind_of", lambda pool, place: REPLICA)
+    point = rate, SimpleNamespace(sequences=1.0), "slots"
+    monkeypatch.setattr(check, "operating_point", lambda *given: point)
+    monkeypatch.setattr(check, "_steps_take", measured)
+    problem = "the engine is measured" if enough else "^seconds: must be more: of .* requests/s none comes in a turn of"
+    with pytest.raises(AssertionError if enough else InvalidArgument, match=problem):
+        run(of_table(table(estimate=None, engine="engines/some")), "main", seconds)
