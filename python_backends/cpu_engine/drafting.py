@@ -219,7 +219,7 @@ class Drafting:
         Of several it is the one that may make the most tokens. OpenVINO GenAI counts a presence and a frequency
         penalty, and follows a guide or a seed, from a request's start: sequences with these stay.
 
-        starts: whether a sequence has to stay until its prompt is read. most: tokens of its text.
+        starts: whether a sequence has to stay until its prompt is read. most: tokens that its text may have.
         """
         ready = [one for id, one in self._sequences.items() if one.text <= most and not starts(id)]
         movable = [one for one in ready if _movable(one.command)]
