@@ -33,7 +33,8 @@ from server.replica import Replica, running
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 KEYS = {tenant: f"tri-chaos-{tenant}-0123456789abcdef" for tenant in TENANTS}
-BUDGET_TOKENS, CAPPED_REQUESTS, MAX_IN_FLIGHT = 10_000_000, 40, 2
+BUDGET_TOKENS, CAPPED_REQUESTS, MAX_IN_FLIGHT = 10_000_000, 60, 2
+MAX_RUNNING = 4  # of each gateway: bursts of the load wait in its queue
 LEAST_REPLICAS = 2
 RESTART_S = 3.0  # until a process that ended is started again: longer than the alerts' compressed `for`
 ENVOY_S = 5.0  # the longest that Envoy may take to start and to be told of a fault
@@ -45,6 +46,7 @@ def configuration(redis: str) -> str:
     return f"""
 salt = "00112233445566778899aabbccddeeff"
 [admission]
+max_running = {MAX_RUNNING}
 max_wait_s = 300
 [reuse]
 coalesce = false

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
 from chaos.fleet import CAPPED_REQUESTS
-from chaos.load import CUT, LATE, LEFT, Outcome
+from chaos.load import CUT, LATE, LEFT, LONG, Outcome
 from chaos.scenario import GATEWAYS, KINDS, REPLICAS, Fault, Kind
 from contract.prometheus import Metrics
 
@@ -211,7 +211,8 @@ def _caps(record: Record) -> Iterator[Violation]:
 def _frees(record: Record) -> Iterator[Violation]:
     """Of callers that leave early, far from any fault, half are served no further, and half of those free an engine."""
     cut, cancelled, counts = 0, 0.0, dict[str, float]()
-    far = [one for one in record.outcomes if not record.felt(one.sent_s, one.ended_s + 1)]
+    long = [one for one in record.outcomes if one.prompt.max_tokens >= LONG]  # others end while their caller leaves
+    far = [one for one in long if not record.felt(one.sent_s, one.ended_s + 1)]
     for protocol in ("http", "grpc"):
         left = [one for one in far if one.error == LEFT and one.protocol == protocol and one.received]
         ends = [one.tokens[1] < one.prompt.max_tokens for one in left if one.tokens]

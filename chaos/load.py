@@ -34,6 +34,7 @@ _CODES = {"rate_limit_exceeded": 429, "unavailable": 503, "deadline_exceeded": 5
 LENGTHS = (4, 12, 32, 64, 160)
 LONG, LEAVING = 32, 0.4  # this part of the callers that ask for so many tokens leave, a quarter of them at once
 AT_ONCE_S = 0.05
+BURSTS_PER_S, BURST = 0.25, 12  # so many requests at once, and half of their callers leave at once: many still wait
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ PROMPTS = tuple(
     for number, tenant in enumerate(TENANTS)
     for length in LENGTHS
 )
+
+
+def moments(seed: int, duration_s: float, rate: float) -> list[tuple[float, bool]]:
+    """Return when each request is sent, in seconds, and whether it is one of a burst."""
+    found = []
+    for kind, per_s, count in (("one", rate, 1), ("burst", BURSTS_PER_S, BURST)):
+        source, at_s = random.Random(f"{seed} {kind}"), 0.0
+        while (at_s := at_s + source.expovariate(per_s)) < duration_s:
+            found += [(at_s, kind == "burst")] * count
+    return sorted(found)
 
 
 class Left(Exception):
@@ -128,20 +139,20 @@ class Load:
         """Send requests for ``duration_s`` and wait for the end of all."""
         source, leaving = random.Random(seed), random.Random(f"{seed} leaving")
         tasks, begun_s = [], time.monotonic()
-        at_s = source.expovariate(rate)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
-            while at_s < duration_s:
+            for at_s, is_of_burst in moments(seed, duration_s, rate):
                 await asyncio.sleep(begun_s + at_s - time.monotonic())
                 prompt, protocol = source.choice(PROMPTS), source.choice(("http", "grpc"))
                 gateway, name = source.choice(sorted(self.http)), f"chaos-{len(self.outcomes)}"
                 outcome = Outcome(prompt, protocol, gateway, 0.0, id=name)
-                if prompt.max_tokens >= LONG and leaving.random() < LEAVING:
+                if is_of_burst:
+                    outcome.leaves = leaving.choice((0, None))
+                elif prompt.max_tokens >= LONG and leaving.random() < LEAVING:
                     outcome.leaves = leaving.choice((0, 1, 1, 1)) * leaving.randint(1, prompt.max_tokens // 2)
                 tasks.append(asyncio.create_task(self._send(outcome, session)))
                 if len(self.outcomes) % 8 == 0:
                     tasks.append(asyncio.create_task(self._store(outcome.gateway, session)))
-                at_s += source.expovariate(rate)
             await asyncio.gather(*tasks)
 
     async def _send(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:

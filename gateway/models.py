@@ -152,6 +152,7 @@ class Models:
         Raises: ModelNotFound; InvalidArgument if no model fits, or for the header.
         """
         model, needs = self.find(name, tenant), needs_of(requests)
+        escalated = integer(ESCALATE, headers[ESCALATE], _MOST_ESCALATED) if ESCALATE in headers else 0
         if not model.rules.router:
             self._check(model, [model], needs, tenant)
             return model
@@ -166,7 +167,6 @@ class Models:
             most = max(candidate.rules.context_length or 0 for candidate in able)
             problem = f"must have room for the prompt and max_tokens, got {name} with at most {most} tokens"
             raise InvalidArgument("model", problem)
-        escalated = integer(ESCALATE, headers.get(ESCALATE, "0"), _MOST_ESCALATED)
         larger = fitting[min(escalated, len(fitting) - 1) :]
         return next((candidate for candidate in larger if ready(candidate)), larger[0])
 

@@ -185,8 +185,9 @@ async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
     for gateway in gateways:
         await gateway.close()
     for end in ends:
-        if isinstance(end, Exception):  # of the simulator itself, or of the law
-            raise end
+        if isinstance(end, Exception):  # of the gateway, the law or the simulator itself
+            found = "; ".join(ledger.violations)
+            raise RuntimeError(f"the simulation failed: {end!r}; violated until then: {found or 'nothing'}") from end
     return result
 
 

@@ -173,6 +173,8 @@ class Price(Table):
             raise ValueError("on_demand: must be set, or reserved, where spot_share is below 1, got 0")
         if self.spot and "spot_share" not in self.model_fields_set:
             raise ValueError("spot_share: must be set with spot, got none")
+        if "spot_share" in self.model_fields_set and "spot" not in self.model_fields_set:
+            raise ValueError("spot: must be set with spot_share, got none")
         return self
 
 

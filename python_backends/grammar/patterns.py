@@ -126,7 +126,8 @@ class _Parser:
             raise self._bad(f"more than {_MOST_DEPTH} groups inside each other")
         if self._take("?"):
             name = self._pattern.find(">", self._at)
-            if self._take("<") and self._next not in "=!" and name > 0:
+            looks = self._pattern.startswith(("<=", "<!"), self._at)
+            if self._pattern.startswith(("<", "P<"), self._at) and not looks and name > 0:
                 self._at = name + 1
             elif not self._take(":"):
                 raise self._bad("look-around, or a flag, which no grammar can express")

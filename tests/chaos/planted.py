@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import runpy
@@ -47,6 +48,20 @@ def leaked_slot_on_leaving() -> None:
         close(self, error)
 
     Generation.close = leaking
+
+
+def leaked_permit_on_leaving_the_queue() -> None:
+    """A permit is not closed when its caller left while it waited for a slot."""
+    from gateway.admission.fair_admission import Permit
+
+    close = Permit.close
+
+    def leaking(self, used, micros=0) -> None:
+        waits = any(not claim.given for claim in self.claims)
+        if not (waits and isinstance(sys.exc_info()[1], asyncio.CancelledError)):
+            close(self, used, micros)
+
+    Permit.close = leaking
 
 
 def unnoticed_leaving() -> None:
@@ -133,7 +148,7 @@ def ignored_floor() -> None:
     scaler.decide = lambda rules, *rest: decide(rules.model_copy(update={"min_replicas": 0}), *rest)
 
 
-_LEAVING = (leaked_permit_on_leaving, leaked_slot_on_leaving, unnoticed_leaving)
+_LEAVING = (leaked_permit_on_leaving, leaked_permit_on_leaving_the_queue, leaked_slot_on_leaving, unnoticed_leaving)
 _TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
 _PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_cap, ignored_floor)
 DEFECTS = {plant.__name__: plant for plant in _PLANTS}

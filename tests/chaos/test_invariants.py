@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from chaos import invariants
+from chaos.fleet import CAPPED_REQUESTS
 from chaos.invariants import Happened, Record, check
-from chaos.load import CUT, LATE, LEFT, PROMPTS, Outcome
+from chaos.load import CUT, LATE, LEFT, LONG, PROMPTS, Outcome
 from chaos.scenario import Fault
 from contract.prometheus import parse
 
@@ -98,8 +99,8 @@ def test_which_fault_explains_which_error(error: str, tenant, faults: list, is_a
         ([outcome(CAPPED, ended_s=2.4, sent_s=1.0)], False),
         ([outcome(CAPPED, sent_s=6.1)], False),
         ([outcome(METERED)], False),
-        ([outcome(CAPPED, ended_s=2.4, sent_s=1.0)] * 40, True),  # its requests are used
-        ([outcome(CAPPED, error="Overloaded", text="", tokens=None)] * 40, False),
+        ([outcome(CAPPED, ended_s=2.4, sent_s=1.0)] * CAPPED_REQUESTS, True),  # its requests are used
+        ([outcome(CAPPED, error="Overloaded", text="", tokens=None)] * CAPPED_REQUESTS, False),
     ],
 )
 def test_capped_is_refused_beside_another_of_its_requests_or_after_the_last_one(others: list, is_allowed: bool):
@@ -160,13 +161,15 @@ def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
 
 
 def test_the_engine_is_freed_when_callers_leave():
-    left = [outcome(error=LEFT, text="", ends=0, received=1, tokens=(3, 2))] * 4
-    served = [dataclasses.replace(left[0], tokens=(3, PLAIN.max_tokens))]
+    [long, *_] = (one for one in PROMPTS if one.max_tokens >= LONG)
+    left = [outcome(long, error=LEFT, text="", ends=0, received=1, tokens=(3, 2))] * 4
+    served = [dataclasses.replace(left[0], tokens=(3, long.max_tokens))]
+    short = [outcome(error=LEFT, text="", ends=0, received=1, tokens=(3, PLAIN.max_tokens))]  # it was at its end
     engine = [parse(f'trident_requests_total{{finish_reason="cancelled"}} {count}') for count in (7, 0, 1, 2)]
     samples = [(float(at), WELL | {"replica-1": page}) for at, page in enumerate(engine)]  # it starts again after the 7
     assert violated(record(*left, samples=samples)) == set()
     assert violated(record(*left, samples=samples[:3])) == {"frees"}
-    assert violated(record(*left, *served, samples=samples)) == set()
+    assert violated(record(*left, *served, *short * 9, samples=samples)) == set()
     assert violated(record(*left[:1], *served * 3, samples=samples)) == {"frees"}
     others = [dataclasses.replace(one, protocol="grpc") for one in left]
     assert violated(record(*others, *served * 2, samples=samples)) == {"frees"}

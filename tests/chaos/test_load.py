@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from chaos import load
@@ -61,6 +64,24 @@ async def test_the_undisturbed_text_is_not_what_the_replica_makes_of_its_tokens(
 def test_no_two_tenants_share_a_prompt():
     assert len({prompt.text for prompt in PROMPTS}) == len(PROMPTS)
     assert {prompt.tenant for prompt in PROMPTS} == set(TENANTS)
+
+
+@given(st.integers(0, 2**32), st.floats(1, 60), st.floats(0.1, 20))
+def test_requests_come_alone_and_in_bursts(seed: int, duration_s: float, rate: float):
+    sent = load.moments(seed, duration_s, rate)
+    assert sent == load.moments(seed, duration_s, rate) == sorted(sent)
+    assert all(0 <= at_s < duration_s for at_s, _ in sent)
+    bursts = Counter(at_s for at_s, is_of_burst in sent if is_of_burst)
+    assert set(bursts.values()) <= {load.BURST}
+
+
+async def test_half_of_the_callers_of_a_burst_leave_at_once(monkeypatch):
+    monkeypatch.setattr(load, "moments", lambda *_: [(0.0, True)] * 100)
+    [port] = ports.free(1)
+    made = Load({"one": f"127.0.0.1:{port}"}, {"one": f"127.0.0.1:{port}"}, dict.fromkeys(TENANTS, "key"))
+    await made.run(seed=1, duration_s=1, rate=1)
+    leaves = Counter(one.leaves for one in made.outcomes)
+    assert set(leaves) == {0, None} and 30 < leaves[0] < 70
 
 
 @pytest.mark.parametrize(

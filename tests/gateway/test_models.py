@@ -172,8 +172,9 @@ async def test_a_router_keeps_to_the_tenants_models_and_refuses_a_bad_header():
     made = models(**table(), auto={"router": list(SIZES)})
     assert await chosen(made, "auto", tenant=Tenant(models=("auto", "large"))) == "large"
     for bad in ("-1", "10", "one", "", "9" * 5000):
-        with pytest.raises(InvalidArgument, match=f"{ESCALATE}: must be an integer from 0 to 9"):
-            await chosen(made, "auto", x_trident_escalate=bad)
+        for name in ("auto", "small"):
+            with pytest.raises(InvalidArgument, match=f"{ESCALATE}: must be an integer from 0 to 9"):
+                await chosen(made, name, x_trident_escalate=bad)
 
 
 def test_a_model_tells_what_it_can_do_and_what_it_costs():

@@ -43,6 +43,16 @@ def test_what_the_kv_cache_cannot_hold_is_refused_and_the_rest_is_answered():
     assert all("max_tokens: must be at most" in error for error in refused)
 
 
+def test_what_was_violated_before_a_failure_is_told(monkeypatch):
+    async def failing(scenario, replicas, ledger, samples) -> None:
+        ledger.broken("a token was lost or came twice")
+        raise ValueError("no such pool")
+
+    monkeypatch.setattr(sys.modules[run.__module__], "_watch", failing)
+    with pytest.raises(RuntimeError, match=r"ValueError\('no such pool'\); violated until then: a token was lost"):
+        simulated()
+
+
 def test_equal_seeds_are_equal_whatever_the_process_and_others_are_not():
     told = [json.dumps(report.of(simulated(seed), {})) for seed in (1, 1, 2)]
     assert told[0] == told[1] != told[2]

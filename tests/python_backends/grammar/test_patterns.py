@@ -10,7 +10,7 @@ from python_backends.grammar.patterns import BadPattern, search, whole
 
 PATTERNS = [
     *["^[A-Z]{3}-[0-9]{4}$", "a|b", "^a|b$", "^(foo|bar)+$", "[^a-c]x?", r"\d+\.\w*", "^$", "a{2,3}", "(?:a|(b))*-"],
-    *["[-a]b", r"^[\w.-]+@[a-z]+\.[a-z]{2,}$", "x{0}", "a*?b", r"[\]a]", r"\x41|\u0062", "(?<name>a)b"],
+    *["[-a]b", r"^[\w.-]+@[a-z]+\.[a-z]{2,}$", "x{0}", "a*?b", r"[\]a]", r"\x41|\u0062", "(?<name>a)b", "(?P<name>a)b"],
 ]
 TEXTS = st.text("AaBbcx0129.-@_]fo", max_size=9)
 
