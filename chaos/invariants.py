@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 
 from chaos.fleet import CAPPED_REQUESTS
 from chaos.load import CUT, LATE, LEFT, LONG, Outcome
-from chaos.scenario import GATEWAYS, KINDS, REPLICAS, Fault, Kind
+from chaos.scenario import GATEWAYS, KINDS, REDIS, REPLICAS, Fault, Kind
 from contract.prometheus import Metrics
 
 RECOVERY_S = 10.0
@@ -184,14 +184,22 @@ def _budgets(record: Record) -> Iterator[Violation]:
     for one in metered:
         if one.error == LEFT and one.tokens and one.received > one.tokens[1]:
             yield Violation("budgets", f"counted with {one.tokens[1]} tokens, {one.received} came: {one}", one.sent_s)
-    least = sum(sum(one.tokens) for one in metered if one.error in ("", LEFT) and one.tokens)
+    charged = [one for one in metered if one.error in ("", LEFT) and one.tokens and not one.repeats]
+    least = sum(sum(one.tokens or ()) for one in charged)
     # A stream that broke is charged what it used, or stays reserved until its lease ends if its gateway is gone.
-    broken = [one for one in metered if one.error and not (one.error == LEFT and one.tokens)]
+    broken = [one for one in metered if one not in charged and not (one.repeats and _is_reader(one, record))]
     most = least + sum(len(one.prompt.text) + one.prompt.max_tokens for one in broken)
     if not least - 2 <= used + held <= most + 2:
         yield Violation("budgets", f"'metered' was charged {used:.1f} with {held:.1f} held: must be {least} to {most}")
     if held > 0.5 and not any(one.error == CUT for one in metered):
         yield Violation("budgets", f"{held:.1f} tokens of 'metered' are still reserved and no gateway is gone")
+
+
+def _is_reader(one: Outcome, record: Record) -> bool:
+    """Return whether a repeated request must have got the response of the first one, and cost nothing."""
+    [first] = (other for other in record.outcomes if other.id == one.key)
+    felt = record.felt(first.sent_s, one.ended_s)
+    return first.ok and not any(target in GATEWAYS + REDIS for _, target in felt)
 
 
 def _caps(record: Record) -> Iterator[Violation]:

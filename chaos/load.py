@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import time
@@ -34,6 +35,7 @@ _CODES = {"rate_limit_exceeded": 429, "unavailable": 503, "deadline_exceeded": 5
 LENGTHS = (4, 12, 32, 64, 160)
 LONG, LEAVING = 32, 0.4  # this part of the callers that ask for so many tokens leave, a quarter of them at once
 AT_ONCE_S = 0.05
+REPEATED, REPEATED_S = 0.5, 0.5  # this part of what `metered` asks over HTTP is asked again, within so many seconds
 BURSTS_PER_S, BURST = 0.25, 12  # so many requests at once, and half of their callers leave at once: many still wait
 
 
@@ -77,6 +79,7 @@ class Outcome:
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
     leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
+    key: the Idempotency-Key, which is the id of the request that it repeats, or its own; "" without.
     """
 
     prompt: Prompt
@@ -95,6 +98,12 @@ class Outcome:
     leaves: int | None = None
     received: int = 0
     first_s: float = 0.0
+    key: str = ""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the same response was asked for before."""
+        return self.key not in ("", self.id)
 
     @property
     def ok(self) -> bool:
@@ -137,25 +146,32 @@ class Load:
 
     async def run(self, seed: int, duration_s: float, rate: float) -> None:
         """Send requests for ``duration_s`` and wait for the end of all."""
-        source, leaving = random.Random(seed), random.Random(f"{seed} leaving")
-        tasks, begun_s = [], time.monotonic()
+        source, leaving, repeating = (random.Random(f"{seed}{what}") for what in ("", " leaving", " repeating"))
+        tasks, gateways, begun_s = [], sorted(self.http), time.monotonic()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
-            for at_s, is_of_burst in moments(seed, duration_s, rate):
+            for number, (at_s, is_of_burst) in enumerate(moments(seed, duration_s, rate), len(self.outcomes)):
                 await asyncio.sleep(begun_s + at_s - time.monotonic())
                 prompt, protocol = source.choice(PROMPTS), source.choice(("http", "grpc"))
-                gateway, name = source.choice(sorted(self.http)), f"chaos-{len(self.outcomes)}"
+                gateway, name = source.choice(gateways), f"chaos-{number}"
                 outcome = Outcome(prompt, protocol, gateway, 0.0, id=name)
                 if is_of_burst:
                     outcome.leaves = leaving.choice((0, None))
                 elif prompt.max_tokens >= LONG and leaving.random() < LEAVING:
                     outcome.leaves = leaving.choice((0, 1, 1, 1)) * leaving.randint(1, prompt.max_tokens // 2)
+                if protocol == "http" and prompt.tenant == "metered" and outcome.leaves is None:
+                    if repeating.random() < REPEATED:
+                        outcome.key = name
+                        again = dataclasses.replace(outcome, id=f"{name}-again", gateway=repeating.choice(gateways))
+                        after_s = repeating.uniform(0, REPEATED_S)
+                        tasks.append(asyncio.create_task(self._send(again, session, after_s)))
                 tasks.append(asyncio.create_task(self._send(outcome, session)))
-                if len(self.outcomes) % 8 == 0:
+                if number % 8 == 0:
                     tasks.append(asyncio.create_task(self._store(outcome.gateway, session)))
             await asyncio.gather(*tasks)
 
-    async def _send(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:
+    async def _send(self, outcome: Outcome, session: aiohttp.ClientSession, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         outcome.sent_s = time.monotonic()
         self.outcomes.append(outcome)
         ask = self._over_http(outcome, session) if outcome.protocol == "http" else self._over_grpc(outcome)
@@ -201,6 +217,7 @@ class Load:
         body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         url, key = f"http://{self.http[outcome.gateway]}/v1/completions", self.keys[prompt.tenant]
         headers = {"authorization": f"Bearer {key}", "x-request-id": outcome.id}
+        headers |= {"idempotency-key": outcome.key} if outcome.key else {}
         async with session.post(url, json=body, headers=headers) as answer:
             if answer.status != 200:
                 error = json.loads(await answer.read())["error"]

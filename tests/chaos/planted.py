@@ -111,6 +111,16 @@ def doubled_charge() -> None:
     Permit.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
 
 
+def ignored_key() -> None:
+    """A request that repeats another one by its Idempotency-Key is generated again."""
+    from gateway.cache.coalescing import Idempotency
+    from gateway.cache.records import Records
+
+    follow, record, count = Idempotency.follow, Records.record, itertools.count()
+    Idempotency.follow = lambda self, tenant, key, *rest: follow(self, tenant, f"{key} {next(count)}", *rest)
+    Records.record = lambda self, tenant, key, *rest: record(self, tenant, f"{key} {next(count)}", *rest)
+
+
 def ignored_cap() -> None:
     """No tenant has a cap."""
     from gateway.admission import concurrency, shared_state
@@ -150,7 +160,7 @@ def ignored_floor() -> None:
 
 _LEAVING = (leaked_permit_on_leaving, leaked_permit_on_leaving_the_queue, leaked_slot_on_leaving, unnoticed_leaving)
 _TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
-_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_cap, ignored_floor)
+_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_key, ignored_cap, ignored_floor)
 DEFECTS = {plant.__name__: plant for plant in _PLANTS}
 
 if __name__ == "__main__":

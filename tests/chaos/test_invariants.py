@@ -160,6 +160,25 @@ def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
     assert violated(record(dataclasses.replace(one, tokens=None), budgets=(float(most), 0.0))) == set()
 
 
+@pytest.mark.parametrize(
+    ("change", "faults", "used", "is_violated"),
+    [
+        ({}, [], 1, False),
+        ({}, [], 2, True),
+        ({}, [(5.0, "kill.engine", "replica-1")], 2, True),
+        ({}, [(5.0, "fail.redis.away", "gateway-1")], 2, False),
+        ({}, [(5.0, "kill.redis", "redis")], 2, False),
+        ({"error": CUT, "tokens": None}, [(5.0, "kill.worker", "gateway-1")], 1, False),
+    ],
+)
+def test_a_repeated_request_is_charged_once(change: dict, faults: list, used: int, is_violated: bool):
+    first = outcome(METERED, id="chaos-1", key="chaos-1")
+    again = outcome(METERED, id="chaos-1-again", key="chaos-1")
+    of = record(dataclasses.replace(first, **change), again, faults=faults)
+    of.budgets = used * (3.0 + METERED.max_tokens), 0.0
+    assert ("budgets" in violated(of)) is is_violated
+
+
 def test_the_engine_is_freed_when_callers_leave():
     [long, *_] = (one for one in PROMPTS if one.max_tokens >= LONG)
     left = [outcome(long, error=LEFT, text="", ends=0, received=1, tokens=(3, 2))] * 4

@@ -79,9 +79,15 @@ async def test_half_of_the_callers_of_a_burst_leave_at_once(monkeypatch):
     monkeypatch.setattr(load, "moments", lambda *_: [(0.0, True)] * 100)
     [port] = ports.free(1)
     made = Load({"one": f"127.0.0.1:{port}"}, {"one": f"127.0.0.1:{port}"}, dict.fromkeys(TENANTS, "key"))
-    await made.run(seed=1, duration_s=1, rate=1)
-    leaves = Counter(one.leaves for one in made.outcomes)
-    assert set(leaves) == {0, None} and 30 < leaves[0] < 70
+    for _ in range(2):
+        await made.run(seed=1, duration_s=1, rate=1)
+    assert len({one.id for one in made.outcomes}) == len(made.outcomes)
+    leaves = Counter(one.leaves for one in made.outcomes if not one.repeats)
+    assert set(leaves) == {0, None} and 60 < leaves[0] < 140
+    keys = Counter(one.key for one in made.outcomes if one.key)
+    assert keys and set(keys.values()) == {2}  # of some a second request has their key
+    keyed = [one for one in made.outcomes if one.key]
+    assert {(one.prompt.tenant, one.protocol, one.leaves) for one in keyed} == {("metered", "http", None)}
 
 
 @pytest.mark.parametrize(
