@@ -135,20 +135,20 @@ class SharedState:
             try:
                 if time.monotonic() - began_s > TIMEOUT_S:
                     raise Away
+                # Requests may end before the answer comes.
+                held, limits = {name: self._held[name] for name in caps}, tuple(caps.values())
                 full, others = await self._write({name: (requests, most) for name, most in caps.items()})
             except Away:
-                shares = [max(1, most // self.gateways) for most in caps.values()]
-                over = (self._held[name] + requests > share for name, share in zip(caps, shares, strict=True))
+                held, limits = self._held, tuple(max(1, most // self.gateways) for most in caps.values())
+                over = (held[name] + requests > share for name, share in zip(caps, limits, strict=True))
                 full, others = next((number for number, is_over in enumerate(over, 1) if is_over), 0), 0
                 self._released.update(caps)
             except BaseException:  # it is unknown whether it was written
                 self._released.update(caps)
                 raise
             if full:
-                name, most = list(caps.items())[full - 1]
-                raise Overloaded(
-                    f"{holder(name)} has {others + self._held[name]} requests under way and may have {most}"
-                )
+                name, most = list(caps)[full - 1], limits[full - 1]
+                raise Overloaded(f"{holder(name)} has {others + held[name]} requests under way and may have {most}")
             self._held.update(dict.fromkeys(caps, requests))
 
     def give_back(self, names: Collection[str], requests: int) -> None:
