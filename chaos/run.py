@@ -154,10 +154,10 @@ def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> None:
     for path in folder.glob("gateway-*.log"):
         for line in path.read_text("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError):  # the line that a killed process was writing
-                row = json.loads(line) if '"output_tokens"' in line else {}
+                row = json.loads(line) if '"duration_s"' in line else {}
                 one = left.get(row.get("request_id", ""))
                 if one is not None and row["tenant"].startswith(one.prompt.tenant):  # requests before the faults: plain
-                    one.tokens = row["input_tokens"], row["output_tokens"]
+                    one.tokens = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
 
 
 async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:

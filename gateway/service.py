@@ -19,7 +19,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from contract.background import Background
-from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
+from contract.errors import Cancelled, InvalidArgument, NotFound, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage, changed
 from gateway import served_models
 from gateway.admission.body_budget import BodyBudget
@@ -40,7 +40,7 @@ from gateway.config.policy import ModelRules, Policy, ShadowRules
 from gateway.config.settings import Settings
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.encoding import Encoding
-from gateway.generation import GenerationRuntime
+from gateway.generation import LEFT, GenerationRuntime
 from gateway.hooks.hooks import Hooks
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
@@ -416,7 +416,9 @@ class Service:
         except BaseException as exc:  # CancelledError too: the caller left the queue
             end_span(queue_span, exc)
             end_span(span, exc)
-            if isinstance(exc, TridentError):
+            if isinstance(exc, asyncio.CancelledError):
+                self.refused(context, Cancelled(LEFT), began_s)
+            elif isinstance(exc, TridentError):
                 self.refused(context, exc, began_s)
                 self.samples.refused(requests, context, exc, began_s)
             raise

@@ -129,13 +129,15 @@ async def test_a_budget_that_redis_does_not_know_is_whole(tmp_path):
 
 
 def test_what_callers_that_left_had_used_is_in_the_gateways_logs(tmp_path):
-    line = '{"message":"generation","request_id":"chaos-%d","tenant":"%s/a","input_tokens":3,"output_tokens":2}'
+    line = '{"message":"generation","request_id":"chaos-%d","tenant":"%s/a","duration_s":0.1'
+    queued, line = line + "}", line + ',"input_tokens":3,"output_tokens":2}'
     tenant, other = PROMPTS[0].tenant, PROMPTS[-1].tenant
-    text = "\n".join([line % (1, tenant), line % (2, tenant), line % (4, other), (line % (3, tenant))[:-9]])
+    lines = [line % (1, tenant), line % (2, tenant), line % (4, other), queued % (5, tenant), line % (3, tenant)]
+    text = "\n".join(lines)[:-9]
     (tmp_path / "gateway-1.log").write_text(text)
-    outcomes = [Outcome(PROMPTS[0], "http", "one", 0.0, error=LEFT, id=f"chaos-{number}") for number in (1, 3, 4)]
+    outcomes = [Outcome(PROMPTS[0], "http", "one", 0.0, error=LEFT, id=f"chaos-{number}") for number in (1, 3, 4, 5)]
     run._read_logs(tmp_path, [*outcomes, Outcome(PROMPTS[0], "http", "one", 0.0, id="chaos-2")])
-    assert [one.tokens for one in outcomes] == [(3, 2), None, None]
+    assert [one.tokens for one in outcomes] == [(3, 2), None, None, (0, 0)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,23 @@ async def test_a_request_that_waits_when_the_drain_ends_is_refused_and_charged_n
             with pytest.raises(Unavailable):
                 await waiting
             assert here.admission.running == here.admission.waiting == 0
+
+
+async def test_a_caller_that_leaves_the_queue_is_counted_and_has_its_line_in_the_log(tmp_path: Path, caplog):
+    async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica:
+        async with service(replica, tmp_path, "[admission]\nmax_running = 1") as here:
+            running = await here.choices(requests(), CONTEXT)
+            waiting = asyncio.create_task(here.choices(requests(), CONTEXT))
+            await until(lambda: here.admission.waiting == 1)
+            with caplog.at_level(logging.INFO, "gateway.request"):
+                waiting.cancel()
+                await asyncio.wait({waiting})
+            [line] = [record.fields for record in caplog.records if record.name == "gateway.request"]
+            assert (line["request_id"], line["error_type"]) == (CONTEXT.request_id, "Cancelled")
+            value = here.metrics.registry.get_sample_value
+            assert value("trident_gateway_rejections_total", {"reason": "Cancelled"}) == 1
+            assert waiting.cancelled() and here.admission.waiting == 0
+            running.close()
 
 
 async def test_models_are_checked_by_name_and_by_tenant(tmp_path: Path):

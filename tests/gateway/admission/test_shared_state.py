@@ -74,8 +74,8 @@ async def test_gateways_together_never_have_more_than_a_cap_and_use_all_of_it(re
             try:
                 slot = await rng.choice(made)[1].acquire(capped(5), 1)
             except Overloaded as error:
-                told = re.fullmatch(r"acme has (\d+) requests under way and may have (5|1)", str(error))
-                assert told and int(told[1]) >= int(told[2])  # 1: its share, should Redis not answer in time
+                told = re.fullmatch(r"acme has (\d+) requests under way and may have 5", str(error))
+                assert told and int(told[1]) >= 5
                 refused += 1
                 return
             held += 1
