@@ -36,14 +36,13 @@ class StepTimes:
 
     lasting: steps after which one counts no longer.
     costs: how many plain steps longer one with drafts takes, by the number of sequences, where both are known. Of
-        medians: a step in which the process waited for a core takes several times as long. plain_s: of plain steps.
+        medians: a step in which the process waited for a core takes several times as long.
     """
 
     def __init__(self, lasting: float = math.inf) -> None:
         self._lasting, self._steps = lasting, 0
         self._seconds: dict[tuple[int, bool], deque[tuple[int, float]]] = {}
         self.costs: dict[int, float] = {}
-        self.plain_s: dict[int, float] = {}
 
     def observe(self, sequences: int, taken_s: float, *, drafts: bool) -> None:
         """Take in a step. One of more sequences than are ever drafted for only counts."""
@@ -55,12 +54,9 @@ class StepTimes:
                 steps.popleft()
             if not self.knows(number, drafts=kind):
                 self.costs.pop(number, None)
-                if not kind:
-                    self.plain_s.pop(number, None)
-        if self.knows(sequences, drafts=False):
-            self.plain_s[sequences] = plain_s = self._median_s(sequences, drafts=False)
-            if self.knows(sequences, drafts=True):
-                self.costs[sequences] = max(0.0, self._median_s(sequences, drafts=True) / plain_s - 1)
+        if self.knows(sequences, drafts=True) and self.knows(sequences, drafts=False):
+            drafted_s, plain_s = (self._median_s(sequences, drafts=kind) for kind in (True, False))
+            self.costs[sequences] = max(0.0, drafted_s / plain_s - 1)
 
     def _median_s(self, sequences: int, *, drafts: bool) -> float:
         return statistics.median(taken_s for _, taken_s in self._seconds[sequences, drafts])
@@ -85,7 +81,6 @@ class DraftLength:
         # Apart, since steps take longer beside other work of the server: both kinds are compared as seen together. Of
         # the idle engine's the CPU time, which other processes hardly change: as a server starts, others often do.
         self._idle, self._served = StepTimes(), StepTimes(_FORGOTTEN)
-        self._least_s: dict[int, float] = {}  # of the idle engine's plain steps, by the number of sequences
 
     def refused(self) -> None:
         """Take in that a request came that is not drafted for."""
@@ -128,27 +123,21 @@ class DraftLength:
         """Return the draft tokens per step of a request beside so many others."""
         return drafts_beside(self._most, running)
 
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool, cpu_s: float | None = None) -> None:
-        """Take in how long a step that only decoded so many sequences took. cpu_s: its CPU time, where the idle engine
-        made it to be timed."""
-        if cpu_s is None:
-            self._served.observe(sequences, taken_s, drafts=drafts)
-            return
-        self._idle.observe(sequences, cpu_s, drafts=drafts)
-        if not drafts:
-            self._least_s[sequences] = min(taken_s, self._least_s.get(sequences, taken_s))
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool = False) -> None:
+        """Take in how long a step that only decoded so many sequences took; its CPU time if the idle engine made it to
+        be timed."""
+        (self._idle if idle else self._served).observe(sequences, taken_s, drafts=drafts)
 
     def cost(self, sequences: int) -> float:
         """Return how many plain steps longer a step with drafts takes, between the nearest numbers that are known.
 
-        Drafts add as much to a step in service as to one of an idle engine, of which they are a larger part. Until the
-        engine was idle long enough to know, 0 for one sequence; several would be drafted for at a loss for as long as
-        they keep it busy, which on processors with AVX2 alone halves their tokens, and are not.
+        As in service, or else as of the idle engine. Until that was idle long enough to know, 0 for one sequence;
+        several would be drafted for at a loss for as long as they keep it busy, which on processors with AVX2 alone
+        halves their tokens, and are not.
         """
         if self.untimed in self._idle_steps[:4]:  # of one and of the most
             return 0.0 if sequences == 1 else math.inf
-        plain_s = {n: max(self._least_s[n], self._served.plain_s.get(n, 0.0)) for n in self._idle.costs}
-        costs = {n: cost * self._least_s[n] / plain_s[n] for n, cost in self._idle.costs.items()} | self._served.costs
+        costs = self._idle.costs | self._served.costs
         known = sorted(costs)
         return float(np.interp(sequences, known, [costs[n] for n in known]))
 

@@ -251,15 +251,15 @@ class Drafting:
                 if accepted is not None:
                     self._length.observe(accepted, nth)
 
-    def timed(self, sequences: int, taken_s: float, *, drafts: bool, cpu_s: float | None = None) -> None:
+    def timed(self, sequences: int, taken_s: float, *, drafts: bool, idle: bool = False) -> None:
         """Take in how long a step of one pipeline took, before its tokens are; one that read a prompt tells nothing.
-        cpu_s: its CPU time, where the idle engine made it to be timed."""
+        idle: the idle engine made it to be timed; its CPU time then."""
         if self.pipeline is None:  # never drafts, or is being loaded, which takes the cores
             return
-        if not drafts and cpu_s is None:
+        if not drafts and not idle:
             self._resumption.observe(sequences, self._length.speedup(sequences) if sequences else 1.0)
         if all(sequence.token_ids for sequence in (self._sequences if drafts else self._plain).values()):
-            self._length.timed(sequences, taken_s, drafts=drafts, cpu_s=cpu_s)
+            self._length.timed(sequences, taken_s, drafts=drafts, idle=idle)
 
     @property
     def learns(self) -> bool:

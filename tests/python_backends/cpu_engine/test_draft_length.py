@@ -13,7 +13,7 @@ from python_backends.cpu_engine.draft_length import DraftLength
 def timed(length: DraftLength, plain_s: float, drafted_s: float, sequences: int = 1, *, idle: bool = False) -> None:
     for _ in range(15):
         for taken_s, drafts in ((plain_s, False), (drafted_s, True)):
-            length.timed(sequences, taken_s, drafts=drafts, cpu_s=2 * taken_s if idle else None)
+            length.timed(sequences, taken_s, drafts=drafts, idle=idle)
 
 
 def known(most: int, cost: float = 0.0, of_many: float | None = None) -> DraftLength:
@@ -45,13 +45,13 @@ def test_before_the_engine_was_idle_one_sequence_is_drafted_for_and_several_are_
         assert length.untimed == (sequences, drafts)
         assert [length.choose(running) for running in (0, 1, UNDRAFTED_FROM - 1)] == [8, 0, 0]
         for _ in range(8):
-            length.timed(sequences, 0.02, drafts=drafts, cpu_s=0.04)
+            length.timed(sequences, 0.02, drafts=drafts, idle=True)
     assert length.choose(1) == SHARED_DRAFT
     # Numbers in between are estimated from these until they are timed, too.
     for sequences, drafts in [(2, False), (2, True), (4, False), (4, True)]:
         assert length.untimed == (sequences, drafts)
         for _ in range(8):
-            length.timed(sequences, 0.02, drafts=drafts, cpu_s=0.12 if drafts else 0.04)
+            length.timed(sequences, 0.06 if drafts else 0.02, drafts=drafts, idle=True)
     assert length.untimed is None and length.cost(2) == length.cost(3) == pytest.approx(2.0)
     assert length.cost(1) == length.cost(8) == 0
 
@@ -65,25 +65,16 @@ def test_a_slow_moment_in_service_is_forgotten_while_nothing_is_drafted():
     assert length.cost(4) == pytest.approx(0.2) and length.choose(0, 3) == 8
 
 
-def test_other_processes_do_not_change_what_the_idle_engine_finds():
-    """As when it is started together with others: the steps took 2 to 5 times as long, and as much CPU time."""
-    length = DraftLength(8, UNDRAFTED_FROM)
-    for sequences in TIMED_TOGETHER:
-        for slower in (2, 5, 3, 4, 1, 2, 5):
-            length.timed(sequences, 0.02 * slower, drafts=False, cpu_s=0.04)
-            length.timed(sequences, 0.02 * (7 - slower), drafts=True, cpu_s=0.06)
-    assert [length.cost(sequences) for sequences in TIMED_TOGETHER] == pytest.approx([0.5] * len(TIMED_TOGETHER))
-
-
-def test_drafts_add_as_much_to_a_step_in_service_as_to_one_of_an_idle_engine():
-    length = known(8, cost=1.1)
-    assert length.cost(8) == pytest.approx(1.1) and not length.tries(8)
-    for _ in range(5):
-        length.timed(8, 0.044, drafts=False)
-    assert length.cost(8) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.1) and length.tries(8)
+def test_in_service_both_kinds_of_step_are_compared_or_none():
+    """Plain steps that take longer there say nothing of those with drafts, which also do: on AVX-512 0.8 plain steps
+    were expected of eight sequences so, 1.15 by the idle engine alone, and 1.65 seen."""
+    length = known(8, cost=1.15)
     for _ in range(15):
-        length.timed(8, 0.01, drafts=False)  # in service none is faster
-    assert length.cost(8) == pytest.approx(1.1)
+        length.timed(8, 0.044, drafts=False)
+    assert length.cost(8) == pytest.approx(1.15) and not length.tries(8)
+    for _ in range(15):
+        length.timed(8, 0.066, drafts=True)
+    assert length.cost(8) == pytest.approx(0.5) and length.cost(1) == pytest.approx(1.15) and length.tries(8)
 
 
 def test_drafting_begins_where_it_gains_and_goes_on_until_it_loses():

@@ -119,13 +119,13 @@ def test_steps_are_to_be_timed_once_the_pipeline_is_loaded_until_they_are_known(
     assert not drafting.learns
     drafting.load_with(lambda: "pipeline")
     for _ in range(8):
-        drafting.timed(1, 0.02, drafts=False, cpu_s=0.04)  # beside the loading
+        drafting.timed(1, 0.02, drafts=False, idle=True)  # beside the loading
     assert drafting.learns and drafting.untimed is None
     drafting.load()
     for step in [(n, drafts) for n in (1, UNDRAFTED_FROM, 2, 4) for drafts in (False, True)]:
         assert drafting.learns and drafting.untimed == step
         for _ in range(8):
-            drafting.timed(step[0], 0.02, drafts=step[1], cpu_s=0.04)
+            drafting.timed(step[0], 0.02, drafts=step[1], idle=True)
     assert not drafting.learns and drafting.untimed is None
 
 
@@ -141,7 +141,7 @@ def test_no_more_sequences_are_timed_than_run_together_or_fit_into_the_second_kv
         drafting.pipeline = "pipeline"
         for drafts in (False, True):
             for _ in range(8):
-                drafting.timed(1, 0.02, drafts=drafts, cpu_s=0.04)
+                drafting.timed(1, 0.02, drafts=drafts, idle=True)
         assert drafting.untimed == (most, False), limits
 
 
@@ -160,7 +160,7 @@ def test_where_the_second_pipeline_cannot_be_loaded_nothing_is_learned_and_none_
 def test_a_step_that_reads_a_prompt_is_not_timed_also_of_a_sequence_that_was_moved(drafts):
     drafting, timed = Drafting(LIMITS, 3), []
     drafting.pipeline = "pipeline"
-    drafting._length.timed = lambda sequences, taken_s, *, drafts, cpu_s: timed.append((taken_s, drafts))
+    drafting._length.timed = lambda sequences, taken_s, *, drafts, idle: timed.append((taken_s, drafts))
     drafting.follow(command(1, max_tokens=100))
     if drafts:
         drafting.observe(1, [7, 8])
