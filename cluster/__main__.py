@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -115,6 +116,7 @@ def _plan(given: argparse.Namespace) -> int:
         report.check_plot(given.plot)
     read = scenario.read(given.scenario)
     if given.check:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the bench that runs, too
         compared = check.run(read, given.check, getattr(given, "seconds", check.SECONDS))
         told = json.dumps([asdict(one) for one in compared]) if given.json else check.described(compared)
         print(told, flush=True)

@@ -15,7 +15,6 @@ from benchmarks.figures import Slo
 from benchmarks.plots import GREY, STYLE
 from benchmarks.record import Record
 from benchmarks.report import ms, number, share, table
-from contract.errors import NotFound
 from simulator.run import BEGAN_S, Result
 
 PARTS = ("queue", "prefill", "other")  # of the time to the first token
@@ -133,12 +132,10 @@ def words(found: Mapping[str, Any]) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw replicas, requests and times to first token over the run. Raises NotFound without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    """Draw replicas, requests and times to first token over the run, to a file that ``check_plot`` has checked."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     with rc_context(STYLE):
         chart = Figure(figsize=(9, 8))
         axes = chart.subplots(3, 1, sharex=True)

@@ -83,7 +83,7 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
     rate, most, _ = operating_point(replica, load, given.slo, place)
     os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     turn_s, clients = seconds / ROUNDS, max(1, round(most.sequences))
-    timing = ["--duration", f"{turn_s}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
+    timing = ["--duration", f"{turn_s}", "--engine", Path(given.engine).name]
     mixes = [replace(load, seed=scenario.seed + nth) for nth in range(ROUNDS)]
     for mix in mixes:
         for per_s, requests in _open_loads(mix, replica, rate, turn_s):
@@ -122,23 +122,26 @@ def _loads(
     end_s, trace = WARMUP_S + seconds, Path(folder) / "trace.jsonl"
     for per_s, requests in _open_loads(load, replica, rate, seconds):
         trace.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in requests))
-        forecast = partial(_open_loop, requests, end_s)
-        yield _BenchLoad(f"{per_s:.3g} requests/s", forecast, ["--arrivals", f"trace:{trace}"])
+        options = ["--arrivals", f"trace:{trace}", "--warmup", f"{WARMUP_S}"]
+        yield _BenchLoad(f"{per_s:.3g} requests/s", partial(_open_loop, requests, end_s), options)
     if len(load.classes) == 1 and not load.classes[0].trace and not load.means(replica.longest, "")[2]:
-        options = ["--concurrency", str(clients)]
+        # All clients begin at once: until their second answers all of them read prompts, or none does.
+        warmup_s = max(WARMUP_S, 2 * _closed_loop(load, clients, 0.0, end_s, replica).e2e_p95_s)
+        forecast = partial(_closed_loop, load, clients, warmup_s, warmup_s + seconds)
+        options = ["--concurrency", str(clients), "--warmup", f"{warmup_s}"]
         for name in ("input", "output"):
             size = getattr(load.classes[0], name)
             options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
-        yield _BenchLoad(f"{clients} clients", partial(_closed_loop, load, clients, end_s), options)
+        yield _BenchLoad(f"{clients} clients", forecast, options)
 
 
 def _open_loop(requests: list[Request], end_s: float, replica: Replica) -> Forecast:
     return figures(replica, serve(replica, [replace(one) for one in requests]), WARMUP_S, end_s)
 
 
-def _closed_loop(load: Load, clients: int, end_s: float, replica: Replica) -> Forecast:
+def _closed_loop(load: Load, clients: int, from_s: float, end_s: float, replica: Replica) -> Forecast:
     rng = random.Random(load.seed)
-    return closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
+    return closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, from_s)
 
 
 def _mean(turns: list[Compared], steps_take: float) -> Compared:

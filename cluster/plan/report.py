@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -70,19 +71,20 @@ def _row(name: str, cells: Iterable[object], width: int) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise InvalidArgument for a file that cannot be drawn to, before a plan or a simulation takes its minute."""
+    """Raise InvalidArgument for a file that cannot be drawn to, NotFound without matplotlib: before a plan or a
+    simulation takes its minute."""
     if path.suffix not in SUFFIXES:
         raise InvalidArgument("plot", f"must end in {', '.join(SUFFIXES)}, got {path}")
     if not path.absolute().parent.is_dir():
         raise InvalidArgument("plot", f"must be in a folder that exists, got {path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt")
 
 
 def plot(plans: Sequence[PoolPlan], path: Path) -> None:
-    """Draw replicas and requests per second by hour. Raises InvalidArgument, NotFound without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    """Draw replicas and requests per second by hour, to a file that ``check_plot`` has checked."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 3 * len(plans)), layout="tight")
     for axis, plan in zip(figure.subplots(len(plans), 1, squeeze=False)[:, 0], plans, strict=True):
         axis.bar(range(HOURS), plan.replicas, color="#0072B2")

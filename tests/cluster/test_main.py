@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -83,7 +84,29 @@ def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, monkeyp
     assert problem in capsys.readouterr().err
 
 
+def test_a_plot_without_matplotlib_is_refused_before_the_plan_is_made(scenario: Path, monkeypatch, capsys):
+    monkeypatch.setattr(planner, "plan", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["plan", str(scenario), "--plot", str(scenario.with_suffix(".svg"))]) == 2
+    assert "pip install -r requirements/bench.txt" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_check_and_the_bench_that_it_runs(scenario: Path):
+    program = (
+        "import subprocess; from cluster.plan import check; from cluster.__main__ import main\n"
+        "check.run = lambda *given: subprocess.run(['sh', '-c', 'echo runs; exec sleep 600'])\n"
+        f"main(['plan', {str(scenario)!r}, '--check', 'main'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as checking:
+        assert checking.stdout.readline() == "runs\n"
+        checking.send_signal(signal.SIGTERM)
+        assert checking.communicate(timeout=30)[0] == ""  # at the end of the output: nobody holds it
+    assert checking.returncode == 128 + signal.SIGTERM
+
+
 def test_a_plan_is_printed_though_its_plot_cannot_be_written(scenario: Path, capsys):
+    pytest.importorskip("matplotlib", reason="plots need requirements/bench.txt")
     (scenario.parent / "a.svg").mkdir()
     assert main(["plan", str(scenario), "--plot", str(scenario.parent / "a.svg")]) == 2
     assert "pool main" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from contract.errors import NotFound
 from simulator import report
 from simulator.__main__ import main
 from tests.simulator.test_run import CHAT, POOL, simulated
@@ -129,11 +128,7 @@ def test_a_broken_invariant_is_an_exit_status(tmp_path, monkeypatch, capsys):
     assert "VIOLATED" in capsys.readouterr().out
 
 
-def test_a_plot_is_drawn_or_says_what_it_needs(tmp_path):
-    result, path = simulated(duration_s=3.0), tmp_path / "run.png"
-    try:
-        report.plot(result, path)
-    except NotFound as exc:
-        assert "requirements/bench.txt" in str(exc)
-    else:
-        assert path.stat().st_size > 5000
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need requirements/bench.txt")
+    report.plot(simulated(duration_s=3.0), tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 5000

@@ -75,6 +75,15 @@ def test_errors_that_cannot_be_read_are_none_and_what_was_not_measured_has_none(
     assert [path.name for path in tmp_path.iterdir()] == [CHECKED] and "nan" not in described(found)
 
 
+@pytest.mark.parametrize(("step_s", "warmup_s"), [(0.01, check.WARMUP_S), (0.1, 2 * 10.2)])
+def test_clients_that_all_begin_at_once_are_measured_from_their_third_answers(tmp_path, step_s, warmup_s):
+    one = {"name": "chat", "requests_per_s": 1.0, "input": 9, "output": 100}
+    replica = dataclasses.replace(REPLICA, step=dataclasses.replace(REPLICA.step, step_s=step_s))
+    load = loads_of(of_table(table(classes=[one])).pools["main"], replica, 0, "")[0]
+    *_, closed = _loads(load, replica, 20.0, 4, 15.0, str(tmp_path))
+    assert float(closed.options[closed.options.index("--warmup") + 1]) == pytest.approx(warmup_s, rel=0.05)
+
+
 def test_requests_that_the_engine_refuses_are_not_sent(tmp_path):
     one = {"name": "chat", "requests_per_s": 1.0, "input": {"p50": 200, "p95": 300, "most": 2000}, "output": 9}
     for longest, loads in ((380, 3), (2009, 4)):
