@@ -41,22 +41,18 @@ class Reading:
         return bool(self.keys) or bool(self.policy.identity.issuers)
 
 
-def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> Reading:
-    """Read keys, rules and pools.
+def read(path: Path | None, environ: Mapping[str, str], pools: Pools) -> Reading:
+    """Read keys, rules and pools. pools: those of the environment.
 
-    pools: those of the environment, or only where their replicas are.
     Raises InvalidArgument that names the file, the place in it and what is allowed there.
     """
     return reading(str(path), toml_table.read(path) if path is not None else {}, environ, pools)
 
 
-def reading(
-    path: str, found: Mapping[str, Any], environ: Mapping[str, str], pools: Pools | Mapping[str, str]
-) -> Reading:
+def reading(path: str, found: Mapping[str, Any], environ: Mapping[str, str], pools: Pools) -> Reading:
     """Return the reading of a file's table. Raises: as ``read``."""
-    start = pools if isinstance(pools, Pools) else Pools(pools)
     rules = policy.read(path, found, environ)
-    there = start.changed(path, rules.pools, frozenset(rule.candidate for rule in rules.releases.values()))
+    there = pools.changed(path, rules.pools, frozenset(rule.candidate for rule in rules.releases.values()))
     keys, default_team = tenants.read(path, found, environ, rules), rules.identity.default_team
     policy.check_named(path, rules.pools_used + keys.pools_used, there.sources, "pools")
     release.check(path, rules.releases, there.weights or {}, there.encoders)
@@ -91,7 +87,7 @@ class Configuration:
     and the sections that changed.
     """
 
-    def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
+    def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools) -> None:
         self.path, self._environ, self._pools = path, environ, pools
         self._seen: dict[Path, _Status | None] = {path: _status(path)} if path is not None else {}
         found = toml_table.read(path) if path is not None else {}
@@ -139,7 +135,6 @@ class Configuration:
         return self._reading.keys.orgs.member(org, team, key, self.policy.identity.default_team)
 
     def pinned_pools(self) -> set[str]:
-        """Return the pools that tenants are pinned to."""
         return {tenant.pool for tenant in self._reading.keys.tenants(self._others) if tenant.pool}
 
     def sampled(self) -> set[str]:

@@ -14,13 +14,14 @@ from chaos import fleet
 from chaos.fleet import Fleet, Process
 from chaos.scenario import KINDS
 from gateway.config.configuration import Configuration
+from gateway.config.pools import Pools
 
 
 def test_the_gateways_accept_the_configuration(tmp_path):
     file = tmp_path / "gateway.toml"
     file.write_text(fleet.configuration("redis://127.0.0.1:1/0"))
     keys = ",".join(f"{tenant}/chaos/one={key}" for tenant, key in fleet.KEYS.items())
-    found = Configuration(file, {"TRIDENT_GATEWAY_API_KEYS": keys}, {"": 1.0})
+    found = Configuration(file, {"TRIDENT_GATEWAY_API_KEYS": keys}, Pools({"": ""}))
     assert not found.keyless
     for tenant, key in fleet.KEYS.items():
         assert found.tenant(key).name == f"{tenant}/chaos"

@@ -12,6 +12,7 @@ import pytest
 from contract.errors import InvalidArgument, Overloaded
 from gateway import app
 from gateway.config.configuration import Configuration
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings
 from gateway.routing import circuit_breaker
 from gateway.service import Service
@@ -244,7 +245,7 @@ async def test_pressure_refuses_an_encoders_request_and_never_shortens_it():
 
 def test_the_semantic_caches_model_is_one_that_there_is():
     settings = Settings(semantic_model="small")
-    service = Service(settings, Configuration(None, {}, settings.pools))
+    service = Service(settings, Configuration(None, {}, Pools(settings.pools)))
     with pytest.raises(
         InvalidArgument, match=r"SEMANTIC_MODEL: must be a model with embeddings .*, got 'small': .* does not exist"
     ):

@@ -20,6 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway import workers
 from gateway.config.configuration import Configuration
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings
 from gateway.usage.store import UsageStore
 from tests.fakes.replica import FakeReplica, Script
@@ -124,7 +125,7 @@ async def test_sighup_makes_every_worker_read_the_file_again(tmp_path: Path):
 async def test_only_a_worker_that_served_is_killed_for_its_silence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers, "SILENT_S", 0.05)
     monkeypatch.setattr(workers, "READ_EVERY_S", 0.01)
-    parent = workers.Workers(Settings(workers=1), Configuration(None, {}, {}), 0, 0)
+    parent = workers.Workers(Settings(workers=1), Configuration(None, {}, Pools({})), 0, 0)
     own, end = socket.socketpair()
     await parent._hub.attach(0, own)
     worker = parent._processes[0] = await asyncio.create_subprocess_exec("sleep", "600")
@@ -146,7 +147,7 @@ async def test_budgets_in_redis_leave_the_usage_database_to_others(tmp_path: Pat
     config = tmp_path / "gateway.toml"
     config.write_text('[budgets]\nredis = "redis://localhost:1/0"\n')
     lock = UsageStore(settings).lock()
-    parent = workers.Workers(settings, Configuration(config, {}, {}), 0, 0)
+    parent = workers.Workers(settings, Configuration(config, {}, Pools({})), 0, 0)
     await parent.close()
     os.close(lock)
 

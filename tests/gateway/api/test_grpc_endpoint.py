@@ -8,6 +8,7 @@ import pytest
 from contract.errors import InvalidArgument
 from gateway.api.grpc_endpoint import GrpcEndpoint
 from gateway.config.configuration import Configuration
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings
 from gateway.service import Service
 
@@ -20,7 +21,7 @@ class Nothing(GrpcEndpoint):
 
 
 def endpoint(**settings: object) -> Nothing:
-    return Nothing(Service(Settings(**settings), Configuration(None, {}, {})))
+    return Nothing(Service(Settings(**settings), Configuration(None, {}, Pools({}))))
 
 
 async def test_a_server_listens_at_the_port_of_its_setting():

@@ -15,6 +15,7 @@ from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config import configuration
 from gateway.config.configuration import Configuration
 from gateway.config.policy import DegradationRules
+from gateway.config.pools import Pools
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import API_KEYS, digest
 from tests.fakes.replica import FakeReplica, Script
@@ -23,7 +24,7 @@ from tests.gateway.running import gateway, until
 ROOT = Path(__file__).resolve().parents[3]
 SALT = "00112233445566778899aabbccddeeff"
 ALICE, BOB = "tri-alice-alice-alice-alice", "tri-bob-bob-bob-bob-bob-bob"
-POOLS = {"stable": "", "draft": ""}
+POOLS = Pools({"stable": "", "draft": ""})
 
 
 def keys(*api_keys: str, limits: str = "") -> str:
@@ -42,7 +43,7 @@ def read(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> co
 
 
 def test_without_a_file_and_keys_everybody_is_one_tenant() -> None:
-    found = Configuration(None, {}, {})
+    found = Configuration(None, {}, Pools({}))
     assert found.keyless and found.tenant("") == found.tenant("anything") == Tenant()
     assert found.named("anonymous", "") == Tenant() and found.named("anonymous", "a/b/c") is None
 
@@ -113,7 +114,7 @@ def test_a_wrong_rule_is_named_with_the_place_and_what_is_allowed(tmp_path: Path
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="nowhere.toml"):
-        Configuration(tmp_path / "nowhere.toml", {}, {})
+        Configuration(tmp_path / "nowhere.toml", {}, Pools({}))
 
 
 async def test_a_file_that_became_wrong_changes_nothing_until_it_is_right_again(
@@ -197,7 +198,7 @@ def test_the_commands_make_keys_that_the_gateway_lets_in_and_say_what_is_wrong(t
     hashed = command("hash-key", environ={"TRIDENT_GATEWAY_CONFIG": str(path)}, text_shown=made["key"] + "\n").stdout
     assert hashed.strip() == f"hash {made['hash']}"
     path.write_text(f"{keys(ALICE)}[orgs.new.teams.t.keys.k]\nhash {made['hash']}\n")
-    assert Configuration(path, {}, {}).tenant(made["key"]).name == "new/t"
+    assert Configuration(path, {}, Pools({})).tenant(made["key"]).name == "new/t"
     fresh = command("new-key").stdout.splitlines()
     assert [line.split()[0] for line in fresh] == ["salt", "key", "hash"]
     good = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path), API_KEYS: f"a/b/c={'k' * 20}"})
@@ -217,7 +218,7 @@ def test_the_first_key_comes_before_the_file_and_the_words_on_the_way_are_comman
     [key] = [line.split()[1] for line in first.stdout.splitlines() if line.startswith("key")]
     # The lines that it says to save are the file.
     path.write_text(first.stderr.partition(f"as {path}:\n")[2].partition("then serve")[0])
-    assert Configuration(path, {}, {}).tenant(key).name == "acme/research"
+    assert Configuration(path, {}, Pools({})).tenant(key).name == "acme/research"
     assert key not in path.read_text()
     second = command("new-key", "--config", str(path))
     assert [line.split()[0] for line in second.stdout.splitlines()] == ["key", "hash"]
@@ -231,7 +232,7 @@ def test_the_first_key_comes_before_the_file_and_the_words_on_the_way_are_comman
 
 def test_a_file_that_is_not_there_is_not_called_bad_toml(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="must be a file that can be read: No such file or directory"):
-        Configuration(tmp_path / "nowhere.toml", {}, {})
+        Configuration(tmp_path / "nowhere.toml", {}, Pools({}))
 
 
 async def test_secrets_in_files_are_read_again_when_they_are_replaced(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ async def test_a_file_of_keys_below_the_home_folder_is_read_again_too(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "keys").write_text(f"acme/research/alice={ALICE}")
-    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": "~/keys"}, {})
+    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": "~/keys"}, Pools({}))
     (tmp_path / "keys").write_text(f"acme/research/bob={BOB}")
     await found.poll()
     assert found.tenant(BOB)
@@ -342,7 +343,7 @@ def test_teams_that_are_as_the_default_team_are_sampled_as_it_is(tmp_path: Path)
 async def test_keys_in_a_file_need_no_configuration_file(tmp_path: Path) -> None:
     keys_file = tmp_path / "keys"
     keys_file.write_text(f"acme/research/alice={ALICE}")
-    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": str(keys_file)}, {})
+    found = Configuration(None, {"TRIDENT_GATEWAY_API_KEYS_FILE": str(keys_file)}, Pools({}))
     keys_file.write_text(f"acme/research/bob={BOB}, a/b/c={'k' * 20}")
     await found.poll()
     assert found.tenant(BOB)

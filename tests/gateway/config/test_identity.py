@@ -12,6 +12,7 @@ from contract import toml_table
 from contract.errors import InvalidArgument
 from gateway.config import configuration
 from gateway.config.identity import ClaimRule, LevelRule
+from gateway.config.pools import Pools
 
 SECTION = """
 [identity.issuers.corp]
@@ -67,7 +68,7 @@ def test_any_claims_give_texts_that_begin_and_are_as_the_rule_says(claims: dict[
 
 def read(text: str) -> configuration.Reading:
     table = toml_table.tomllib.loads(text)
-    return configuration.reading("f.toml", table, {}, {"": "h:1"})
+    return configuration.reading("f.toml", table, {}, Pools({"": "h:1"}))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from contract.errors import InvalidArgument
 from gateway.config import policy
 from gateway.config.configuration import reading
+from gateway.config.pools import Pools
 from gateway.config.samples import SampleRules
 
 
@@ -61,8 +62,8 @@ def test_a_team_opts_in_by_itself():
     key = {"hash": "0" * 64}
     teams = {"in": {"samples": True, "keys": {"k": key}}, "out": {"keys": {"k": {"hash": "1" * 64}}}}
     table = {"salt": "00" * 16, "orgs": {"acme": {"teams": teams}}}
-    found = reading("g.toml", table, {}, {"": "127.0.0.1:1"}).keys
+    found = reading("g.toml", table, {}, Pools({"": "127.0.0.1:1"})).keys
     assert [tenant.name for tenant in found.tenants() if tenant.samples] == ["acme/in"]
     teams["out"]["samples"] = 1
     with pytest.raises(InvalidArgument, match=r"teams.out.samples: must be a valid boolean"):
-        reading("g.toml", table, {}, {"": "127.0.0.1:1"})
+        reading("g.toml", table, {}, Pools({"": "127.0.0.1:1"}))

@@ -8,6 +8,7 @@ import pytest
 
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config import configuration
+from gateway.config.pools import Pools
 from gateway.config.tenant import Level, Limits, Quota
 from gateway.config.tenants import API_KEYS, KeyTable, digest, new_key
 
@@ -41,7 +42,7 @@ hash = "{_hash(BOB)}"
 def _keys(tmp_path: Path, text: str = FILE, environment: str = "") -> KeyTable:
     path = tmp_path / "tenants.toml"
     path.write_text(text)
-    return configuration.read(path, {API_KEYS: environment}, {"": "", "gpu": ""}).keys
+    return configuration.read(path, {API_KEYS: environment}, Pools({"": "", "gpu": ""})).keys
 
 
 def test_a_key_leads_to_its_tenant_with_the_limits_of_every_level(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_keys_come_from_the_environment_too_and_share_the_files_limits(tmp_path:
     assert keys.tenant(carol).pool == "gpu"
     assert keys.tenant("d" * 20).levels == (Level("new"), Level("new/team"), Level("new/team/dave"))
     assert keys.tenant(ALICE).name == "acme/research"
-    alone = configuration.read(None, {API_KEYS: f"a/b/c={carol}"}, {}).keys
+    alone = configuration.read(None, {API_KEYS: f"a/b/c={carol}"}, Pools({})).keys
     assert alone.tenant(carol).name == "a/b" and alone.named("a/b/c").levels[-1].name == "a/b/c"
     assert alone.named("a/b/d") is None
 
@@ -120,7 +121,7 @@ def test_keys_come_from_the_environment_too_and_share_the_files_limits(tmp_path:
 )
 def test_a_wrong_environment_is_named_without_the_key(environment: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        configuration.read(None, {API_KEYS: environment}, {})
+        configuration.read(None, {API_KEYS: environment}, Pools({}))
     assert message in str(refused.value) and API_KEYS in str(refused.value)
     assert "kkkk" not in str(refused.value) and "short," not in str(refused.value)
 
@@ -172,7 +173,7 @@ def _with_acme(tmp_path: Path, text: str, environ: dict[str, str] | None = None)
     key = f'[orgs.acme.teams.research.keys.alice]\nhash = "{_hash(ALICE)}"\n'
     path.write_text(f'salt = "{SALT}"\n[budgets]\ntime_zone = "Asia/Tokyo"\n[orgs.acme]\n{text}\n{key}')
     environ = environ if environ is not None else {"TRIDENT_GATEWAY_USAGE_DB": "/db"}
-    return configuration.read(path, environ, {"": "127.0.0.1:1"}).keys
+    return configuration.read(path, environ, Pools({"": "127.0.0.1:1"})).keys
 
 
 def test_days_and_months_have_the_zone_of_their_level_or_of_the_one_above(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_money_for_models_without_a_price_is_warned_of(tmp_path: Path, caplog: p
         caplog.clear()
         path = tmp_path / "priced.toml"
         path.write_text(f'salt = "{SALT}"\n[orgs.acme]\n{text}\n[orgs.acme.teams.r.keys.a]\nhash = "{_hash(ALICE)}"\n')
-        configuration.read(path, {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, {"": "127.0.0.1:1"})
+        configuration.read(path, {"TRIDENT_GATEWAY_USAGE_DB": "/db"}, Pools({"": "127.0.0.1:1"}))
         assert [told in record.getMessage() for record in caplog.records] == ([True] if told else []), caplog.records
 
 

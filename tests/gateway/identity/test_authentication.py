@@ -6,6 +6,7 @@ import pytest
 
 from contract.errors import Unauthenticated, Unavailable
 from gateway.config.configuration import Configuration
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.identity.authentication import Authentication, bearer_token
@@ -27,7 +28,7 @@ class Keys:
 
 
 def with_keys() -> Configuration:
-    configuration = Configuration(None, {}, {})
+    configuration = Configuration(None, {}, Pools({}))
     configuration.tenant, configuration.named = Keys().tenant, Keys().named
     return configuration
 
