@@ -103,16 +103,13 @@ class FairAdmission:
         *,
         pools: Pools,
         target_pool: Callable[[str], str] = lambda target: "",
-        rules: AdmissionRules | None = None,
-        degradation: DegradationRules | None = None,
-        prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
         make_slots: Callable[..., PoolSlots] = PoolSlots,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
         self.pools, self.target_pool = pools, target_pool
-        self._rules, self._degradation = rules or AdmissionRules(), degradation
-        self.prompt_tokens = prompt_tokens or PromptTokens()
+        self._rules, self.prompt_tokens = AdmissionRules(), PromptTokens()
+        self._degradation: DegradationRules | None = None
         self._rng = rng or random.Random()
         self._slots: dict[str, PoolSlots] = {}
         self._make_slots = make_slots

@@ -159,7 +159,6 @@ class FairQueue:
         self.by_tenant[entry.tenant] -= 1
         if not self.by_tenant[entry.tenant]:
             del self.by_tenant[entry.tenant]
-        if entry.tenant not in self.by_tenant:
             for priority in self._came:
                 self._flows.pop((priority, entry.tenant), None)
         self._left += 1

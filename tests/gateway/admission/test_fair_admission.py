@@ -32,19 +32,26 @@ def rules(**options: Any) -> AdmissionRules:
     return AdmissionRules(**{"short_reserve": 0.0, **options})
 
 
+RULES = rules()
+
+
 class AdmissionFixture:
     """An admission and the parts it is made of."""
 
-    def __init__(self, clock: Any, *, limit: int = 200, **options: Any) -> None:
+    def __init__(
+        self,
+        clock: Any,
+        *,
+        limit: int = 200,
+        rules: AdmissionRules = RULES,
+        degradation: DegradationRules | None = None,
+        **options: Any,
+    ) -> None:
         self.budgets = MemoryStore(clock)
         self.concurrency = Concurrency(limit)
-        self.admission = FairAdmission(
-            self.budgets,
-            self.concurrency,
-            clock,
-            rng=random.Random(1),
-            **{"rules": rules(), "pools": OnePool(), **options},
-        )
+        options = {"rng": random.Random(1), "pools": OnePool(), **options}
+        self.admission = FairAdmission(self.budgets, self.concurrency, clock, **options)
+        self.admission.change(rules, degradation)
 
     async def left(self, tenant: Tenant) -> dict[str, float]:
         standings = (await self.budgets.reserve(tenant.levels, 0)).standings

@@ -47,8 +47,10 @@ def rules(**options: Any) -> AdmissionRules:
 
 
 def made(pools: SomePools, clock: Any, **options: Any) -> FairAdmission:
-    concurrency = Concurrency(options.pop("limit", 1000), pools=tuple(pools.slots))
-    return FairAdmission(MemoryStore(clock), concurrency, clock, pools=pools, **{"rules": rules(), **options})
+    limit, own, degradation = (options.pop(name, None) for name in ("limit", "rules", "degradation"))
+    admission = FairAdmission(MemoryStore(clock), Concurrency(limit or 1000), clock, pools=pools, **options)
+    admission.change(own or rules(), degradation, tuple(pools.slots))
+    return admission
 
 
 def generation_requests(max_tokens: int = 100, count: int = 1, **more: Any) -> list[GenerationRequest]:

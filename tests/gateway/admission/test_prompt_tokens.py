@@ -36,8 +36,9 @@ def generation_request(text: str, max_tokens: int = 100) -> GenerationRequest:
 
 def new_admission(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
     budgets = MemoryStore(clock)
-    parts = (budgets, Concurrency(1000), clock)
-    return FairAdmission(*parts, pools=OnePool(), prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
+    admission = FairAdmission(budgets, Concurrency(1000), clock, pools=OnePool(), rng=random.Random(1))
+    admission.prompt_tokens = PromptTokens(tokenizer)
+    return admission, budgets
 
 
 async def left(budgets: MemoryStore) -> float:
