@@ -86,15 +86,14 @@ class Inputs:
             raise InvalidArgument(name, f"must hold exactly one value, got {array.size}")
         return array.reshape(()).item()
 
-    def text(self, name: str, default: str | None = None) -> str | None:
+    def text(self, name: str) -> str | None:
         """Return a BYTES tensor's value as text; see decode_text for the errors."""
         value = self.scalar(name)
-        return default if value is None else decode_text(name, value)
+        return None if value is None else decode_text(name, value)
 
     def texts(self, name: str) -> list[str]:
         """Return a BYTES tensor's values as text; see decode_text for the errors, which name the row of several."""
-        array = self.array(name)
-        values: Sequence[bytes] = [] if array is None else array.reshape(-1).tolist()
+        values = self.values(name)
         return [decode_text(f"{name}[{row}]" if len(values) > 1 else name, value) for row, value in enumerate(values)]
 
     def values(self, name: str) -> list[Any]:

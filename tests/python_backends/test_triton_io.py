@@ -17,7 +17,7 @@ def test_absent_inputs_give_their_default(triton):
     nothing = inputs(triton)
     assert nothing.array("x") is None
     assert nothing.scalar("x", 5) == 5 and nothing.scalar("x") is None
-    assert nothing.text("x", "y") == "y" and nothing.text("x") is None
+    assert nothing.text("x") is None
     assert nothing.texts("x") == nothing.values("x") == []
 
 
