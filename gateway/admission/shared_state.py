@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -108,6 +109,7 @@ class SharedState:
 
         if self.away:
             raise Away
+        cancellations = _cancellations()
         try:
             if failpoint.value("redis.away") is not None:
                 raise ConnectionError("failpoint redis.away")
@@ -115,6 +117,8 @@ class SharedState:
             if self._told_away:
                 self._told_away = False
                 _LOG.warning("the shared state answers again")
+            if _cancellations() > cancellations:  # redis-py's wait_for may swallow one: before Python 3.12
+                raise asyncio.CancelledError
             return result
         except (RedisError, OSError) as exc:
             if not self._told_away:
@@ -190,6 +194,12 @@ class SharedState:
         for url in {url.decode() for url in found}.difference(opened):
             self.suspect(url)
         return full, others
+
+
+def _cancellations() -> int:
+    """Return how often the current task was cancelled; 0 with Python 3.10, which does not tell."""
+    task = asyncio.current_task()
+    return task.cancelling() if sys.version_info >= (3, 11) and task is not None else 0
 
 
 class GatewayCaps:

@@ -154,6 +154,8 @@ class ResponseStream:
             await self._write(HEARTBEAT)
 
     async def _put(self, message: Message) -> None:
+        if self.aborted:  # and the cancellation was lost: before Python 3.12 wait_for may swallow one
+            raise asyncio.CancelledError
         self._sending_since_s = self._sent_s = time.monotonic()
         try:
             await self._send(message)

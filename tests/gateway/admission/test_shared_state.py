@@ -9,7 +9,9 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -62,6 +64,59 @@ async def eventually(caps: GatewayCaps, most: int, granted: bool) -> None:
                 if granted:
                     return
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not tell of cancellations")
+async def test_a_cancellation_that_the_redis_client_swallows_reaches_the_caller():
+    async def swallowing() -> str:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        return "written"
+
+    state, results = SharedState("unix:///none"), []
+
+    async def cleaning() -> str:
+        return "cleaned up"
+
+    async def call() -> None:
+        try:
+            results.append(await state.call(swallowing))
+        finally:  # what is left to do in a task that was cancelled is done
+            results.append(await state.call(cleaning))
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() and results == ["cleaned up"]
+    await state.close()
+
+
+async def test_callers_that_leave_in_a_call_are_cancelled(redis_socket: Path):
+    """redis-py sends within wait_for, which swallows a cancellation if the write has just ended."""
+    source, ends = random.Random(0), Counter[str]()
+    async with gateways(1, redis_socket) as [(state, _)]:
+
+        async def leaves() -> None:
+            taken = False
+            try:
+                await state.take({"level a": 10**6}, 1)
+                taken = True
+                await asyncio.sleep(10)
+            finally:
+                ends["later" if taken else "at once"] += 1
+                if taken:
+                    state.give_back(["level a"], 1)
+
+        for _ in range(150):
+            tasks = [asyncio.create_task(leaves()) for _ in range(6)]
+            for _ in range(source.randrange(14)):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            done, late = await asyncio.wait(tasks, timeout=5)
+            assert not late and all(task.cancelled() for task in done)
+    assert ends["at once"] > 100
 
 
 async def test_gateways_together_never_have_more_than_a_cap_and_use_all_of_it(redis_socket: Path):

@@ -118,6 +118,20 @@ async def test_a_chat_with_half_a_character_is_the_replicas_to_refuse():
             assert one.counts.started + two.counts.started == 1
 
 
+async def test_a_write_to_a_client_that_is_gone_is_no_failure_of_the_gateway(monkeypatch, caplog):
+    """gRPC's own error of such a write comes before its context tells that the client is gone."""
+
+    async def failing(self: Service, model: str, requests, context):
+        raise grpc.aio.InternalError('Failed "execute_batch": (<SendMessageOperation>,)')
+
+    monkeypatch.setattr(Service, "routed", failing)
+    async with FakeReplica() as replica, gateway(replica) as running:
+        [(_, error)] = await send_requests(running, {"request_id": "r", "inputs": inputs("one", 1)})
+        metrics = await running.metrics()
+    assert "Cancelled: the client disconnected" in error and metrics[CODE % "CANCELLED"] == 1
+    assert "unhandled" not in caplog.text
+
+
 async def test_what_no_code_expects_is_an_error_of_its_request_alone(monkeypatch, caplog):
     routed = Service.routed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -135,6 +136,18 @@ async def test_a_disconnect_cancels_the_handler_and_closes_the_items() -> None:
     async with client.response() as response:
         await response.send_events(lambda: [], items.stream(), Upper())
     assert response.aborted == "disconnected" and client.sent == [] and client.aborts == 0
+
+
+async def test_a_disconnect_whose_cancellation_is_lost_ends_the_response_at_its_next_write() -> None:
+    """asyncio.wait_for may swallow one before Python 3.12."""
+    client = Client()
+    async with client.response() as response:
+        client.left.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        await response.respond(200, [], b"for nobody")
+        raise AssertionError("it was written")
+    assert response.aborted == "disconnected" and client.sent == []
 
 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
