@@ -147,14 +147,15 @@ def parse(text: str) -> Arrivals:
     if kind == "poisson" and len(parts) == 1:
         return Poisson(_positive(rest, text))
     if kind == "bursty" and len(parts) == 2:
-        size = _positive(parts[1], text)
-        if size >= 1:
-            return Bursty(_positive(parts[0], text), size)
+        rate_per_s, size = (_positive(part, text) for part in parts)
+        if size < 1:
+            raise InvalidArgument("arrivals", f"must have a burst size of 1 at least, got {text!r}")
+        return Bursty(rate_per_s, size)
     if kind == "ramp" and len(parts) == 2:
-        # One end may be 0, not both.
         from_per_s, to_per_s = (0.0 if part.strip() == "0" else _positive(part, text) for part in parts)
-        if from_per_s or to_per_s:
-            return Ramp(from_per_s, to_per_s)
+        if not from_per_s and not to_per_s:
+            raise InvalidArgument("arrivals", f"must have a ramp with one end above 0, got {text!r}")
+        return Ramp(from_per_s, to_per_s)
     raise InvalidArgument("arrivals", f"must be {FORMS}, got {text!r}")
 
 

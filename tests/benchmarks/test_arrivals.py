@@ -76,7 +76,7 @@ def test_a_ramp_may_begin_or_end_at_nothing_but_not_both():
         instants = [arrival.at_s for arrival in ramp.instants(random.Random(1), 50.0)]
         assert 850 < len(instants) < 1150  # 1,000 expected, deviation 32
     assert down.last_per_s == up.first_per_s == 0
-    with pytest.raises(InvalidArgument, match="arrivals: must be .*got 'ramp:0,0'"):
+    with pytest.raises(InvalidArgument, match="^arrivals: must have a ramp with one end above 0, got 'ramp:0,0'"):
         arrivals.parse("ramp:0,0")
 
 
@@ -100,10 +100,15 @@ def test_a_trace_is_replayed_in_order_and_faster_if_asked(tmp_path: Path):
     assert arrivals.parse(f"trace:{csv}") == Trace((Arrival(0.5, 12), Arrival(2.0)))
 
 
-@pytest.mark.parametrize("text", ["", "poisson", "bursty:5", "bursty:5,0.5", "ramp:1", "uniform:3"])
+@pytest.mark.parametrize("text", ["", "poisson", "bursty:5", "ramp:1", "uniform:3"])
 def test_what_is_no_process_is_refused_with_what_is_allowed(text):
     with pytest.raises(InvalidArgument, match=r"^arrivals: must be poisson:RATE"):
         arrivals.parse(text)
+
+
+def test_a_burst_has_one_request_at_least():
+    with pytest.raises(InvalidArgument, match="^arrivals: must have a burst size of 1 at least, got 'bursty:5,0.5'"):
+        arrivals.parse("bursty:5,0.5")
 
 
 @pytest.mark.parametrize("text", ["poisson:0", "poisson:-1", "poisson:nan", "poisson:1e12", "bursty:1,1e12"])
