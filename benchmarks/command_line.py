@@ -338,8 +338,9 @@ def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
 def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
     """Yield the server under test, started here with --engine."""
     if arguments.engine:
-        if arguments.url:
-            raise InvalidArgument("url", f"must be left out beside --engine, which starts its own, got {arguments.url}")
+        for field in ("url", "metrics_url", "tokenizer", "machine"):
+            if got := getattr(arguments, field, None):
+                raise InvalidArgument(field, f"must be left out beside --engine, which starts a server here, got {got}")
         with running_server(arguments.engine) as server:
             yield server
         return
