@@ -114,7 +114,7 @@ def of_run(run: Measurement) -> str:
         f"  {on(run.conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.cancelled} cancelled",
-        *(f"    {count} × {_first(run, name)}" for name, count in figures.errors.items()),
+        *(f"    {count} × {name}, {_first(run, name)}" for name, count in figures.errors.items()),
     ]
     if run.records and not figures.requests:
         parts.append(f"  warmup: must end before the load does, all {len(run.records)} requests were sent within it")
@@ -147,8 +147,9 @@ def lengths(run: Measurement) -> str:
 
 
 def _first(run: Measurement, error_type: str) -> str:
-    """Return the first error of a type, with its message."""
-    return next(record.error for record in run.records if record.error_type == error_type)[:200]
+    """Return the message of the first error of a type; those of others may have other numbers."""
+    messages = (record.error.partition(": ")[2] for record in run.records if record.error_type == error_type)
+    return f"the first with: {next(messages)[:200]}"
 
 
 def _server(run: Measurement) -> list[str]:

@@ -164,14 +164,17 @@ def test_numbers_that_measure_nothing_are_refused_before_anything_runs(arguments
 def test_a_server_that_is_not_there_is_a_failure_of_every_request(tmp_path: Path, capsys):
     code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *SMALL, "--out", str(tmp_path)])
     output = capsys.readouterr().out
-    assert "0 answered, 2 failed, 0 cancelled\n    2 × Unavailable: cannot reach" in output
+    assert "0 answered, 2 failed, 0 cancelled\n    2 × Unavailable, the first with: cannot reach" in output
     assert code == 1 and "NOT OK  answers: 2 of 2 requests failed" in output
 
 
 def test_an_answer_that_is_cut_short_is_a_failure(replica, tmp_path: Path, capsys):
     server = replica(lambda seen: Script(("a", "b"), FinishReason.CANCELLED))
     command_line.main(["run", "--url", server.url, "--requests", "3", *SMALL, "--out", str(tmp_path)])
-    assert "0 answered, 3 failed, 0 cancelled\n    3 × Unfinished" in capsys.readouterr().out
+    assert (
+        "0 answered, 3 failed, 0 cancelled\n    3 × Unfinished, the first with: the answer ended"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_known_error_is_one_line(monkeypatch, capsys):
