@@ -41,10 +41,11 @@ from benchmarks.gateway import run as gateway_run
 from benchmarks.measurement import Measurement, ServerUnderTest
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.workload import Workload
+from clients import Client
 from clients.command_line import number
 from clients.terminal import forget_stdout
-from clients.wire.connection import Connection
 from contract import interpreter
+from contract import manifest as manifests
 from contract.errors import InvalidArgument, NotFound, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -319,7 +320,7 @@ def _measured(loads: Sequence[tuple[str, Workload]], arguments: argparse.Namespa
     measure = measurement.measure_unsaturated
     if arguments.generators:
         measure = partial(measurement.measure, generators=arguments.generators)
-    with _server(arguments) as server:
+    with _server(arguments, [load for _, load in loads]) as server:
         return [measure(name, load, server, _extent(arguments, load), **options) for name, load in loads]
 
 
@@ -335,12 +336,17 @@ def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
 
 
 @contextmanager
-def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
-    """Yield the server under test, started here with --engine."""
+def _server(arguments: argparse.Namespace, loads: Sequence[Workload] = ()) -> Iterator[ServerUnderTest]:
+    """Yield the server under test, started here with --engine. Raises TridentError if it cannot be reached, and before
+    it is started if its engine takes no request of one of the loads."""
     if arguments.engine:
         for field in ("url", "metrics_url", "tokenizer", "machine"):
             if got := getattr(arguments, field, None):
                 raise InvalidArgument(field, f"must be left out beside --engine, which starts a server here, got {got}")
+        if loads:
+            max_seq_len = manifests.load(ENGINES / arguments.engine).max_seq_len
+            for load in loads:
+                load.check_fits(max_seq_len)
         with running_server(arguments.engine) as server:
             yield server
         return
@@ -349,9 +355,10 @@ def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
     if metrics_url is None and url.startswith(("127.0.0.1:", "localhost:")):
         metrics_url = "http://127.0.0.1:8002/metrics"
     folder = arguments.tokenizer or ENGINES / os.environ.get("TRIDENT_ENGINE", "demo")
-    Connection(url)  # raises for an invalid address before any load is made
     if arguments.tokenizer and not (folder / "tokenizer.json").exists():
         raise InvalidArgument("tokenizer", f"must be a folder with tokenizer.json, got {folder}")
+    with Client(url) as client:
+        client.health()
     yield ServerUnderTest(url, metrics_url, folder)
 
 

@@ -72,6 +72,19 @@ class Workload:
             allowed = f"must be fewer than input_tokens, {drawn.tokens}, which hold them"
             raise InvalidArgument("prefix_tokens", f"{allowed}; got {self.prefix_tokens}")
 
+    def check_fits(self, max_seq_len: int) -> None:
+        """Raise InvalidArgument: the fixed lengths leave no request that the engine takes."""
+        if isinstance(self.arrivals, Trace):
+            return
+        sizes = self.input_tokens, self.output_tokens
+        prompt, answer = (of.tokens if isinstance(of, Fixed) else 1 for of in sizes)
+        both = f"as prompt and answer together may have {max_seq_len} (max_seq_len of the engine)"
+        if prompt >= max_seq_len:
+            raise InvalidArgument("input", f"must be at most {max_seq_len - 1} tokens, {both}, got {prompt}")
+        if prompt + answer > max_seq_len:
+            allowed = f"must be at most {max_seq_len - prompt} tokens with {prompt} of input"
+            raise InvalidArgument("output", f"{allowed}, {both}, got {answer}")
+
     def schedule(self, duration_s: float) -> Iterator[Arrival]:
         """Yield the arrivals of an open loop."""
         assert self.arrivals is not None, "an open loop has arrivals"

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import command_line
-from contract.errors import TridentError
+from contract.errors import Overloaded, TridentError
 from contract.generation import FinishReason
 from tests.fakes.replica import Script
 
@@ -161,11 +162,25 @@ def test_numbers_that_measure_nothing_are_refused_before_anything_runs(arguments
     assert ended.value.code == 2 and f"argument {arguments[0]}: must be " in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_a_failure_of_every_request(tmp_path: Path, capsys):
-    code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *SMALL, "--out", str(tmp_path)])
+def test_a_server_that_is_not_there_is_told_before_any_load_is_made(monkeypatch, capsys):
+    monkeypatch.setattr(command_line.measurement, "measure", lambda *_: pytest.fail("there is nothing to measure"))
+    assert command_line.main(["run", "--url", "127.0.0.1:9"]) == 1
+    assert capsys.readouterr().err.startswith("error: cannot reach 127.0.0.1:9: ")
+
+
+def test_a_server_that_refuses_every_request_is_a_failure(replica, tmp_path: Path, capsys):
+    server = replica(lambda seen: Script(refuse=Overloaded("full")))
+    code = command_line.main(["run", "--url", server.url, "--requests", "2", *SMALL, "--out", str(tmp_path)])
     output = capsys.readouterr().out
-    assert "0 answered, 2 failed, 0 cancelled\n    2 × Unavailable, the first with: cannot reach" in output
+    assert "0 answered, 2 failed, 0 cancelled\n    2 × Overloaded, the first with: full" in output
     assert code == 1 and "NOT OK  answers: 2 of 2 requests failed" in output
+
+
+def test_lengths_that_the_engine_never_takes_are_refused_before_it_is_started(monkeypatch, capsys):
+    monkeypatch.setattr(command_line.manifests, "load", lambda folder: SimpleNamespace(max_seq_len=512))
+    monkeypatch.setattr(command_line, "running_server", lambda *_: pytest.fail("it is too late to refuse them"))
+    assert command_line.main(["sweep", "--engine", "x", "--input", "512"]) == 2
+    assert "input: must be at most 511 tokens, as prompt" in capsys.readouterr().err
 
 
 def test_an_answer_that_is_cut_short_is_a_failure(replica, tmp_path: Path, capsys):

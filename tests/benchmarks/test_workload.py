@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.arrivals import Arrival, Poisson
+from benchmarks.arrivals import Arrival, Poisson, Trace
 from benchmarks.lengths import Fixed, LogNormal
 from benchmarks.prompts import Prompts
 from benchmarks.workload import Workload
@@ -77,3 +77,16 @@ TOKENIZERS: dict = {}
 def test_loads_that_make_no_sense_are_refused_by_name(options, named):
     with pytest.raises(InvalidArgument, match=f"^{named}"):
         Workload(**options)
+
+
+def test_fixed_lengths_that_an_engine_never_takes_are_refused():
+    for load in (Workload(1, None, Fixed(300), Fixed(212)), Workload(1, None, LogNormal(900, 0.5), Fixed(511))):
+        load.check_fits(512)
+    for sizes, problem in (
+        ((Fixed(512), LogNormal(9, 0.5)), "input: must be at most 511 tokens, as prompt .* 512 "),
+        ((Fixed(300), Fixed(213)), "output: must be at most 212 tokens with 300 of input, .*, got 213"),
+        ((LogNormal(9, 0.5), Fixed(512)), "output: must be at most 511 tokens with 1 of input"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{problem}"):
+            Workload(1, None, *sizes).check_fits(512)
+    Workload(None, Trace((Arrival(0.0, 9, 9),)), Fixed(900)).check_fits(512)  # it has lengths of its own
