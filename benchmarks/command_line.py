@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import os
 import signal
@@ -181,7 +182,13 @@ def main(argv: Sequence[str]) -> int:
 def _exit(number: int, frame: object) -> None:
     """Raise SystemExit, so that the servers we started are stopped; a second signal must not interrupt that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # none runs
+        sys.exit(128 + number)
+    # asyncio prints a traceback of a task that this would leave, and of one that ends before it is awaited.
+    loop.set_exception_handler(lambda loop, context: None)
+    loop.call_soon_threadsafe(sys.exit, 128 + number)
 
 
 def parser() -> argparse.ArgumentParser:
