@@ -19,6 +19,7 @@ from contract.errors import InvalidArgument, TridentError
 from contract.step_model import StepModel
 from contract.toml_table import Amount, Part, Positive, Table
 from gateway.config.rules import PoolName
+from gateway.routing.registrations import MAX_REGISTERED
 
 _Seconds = Annotated[float, Field(ge=0, le=31 * 86_400, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -235,11 +236,23 @@ class Scenario(Table):
                 allowed = f"at most {MOST_REQUESTS:,} requests in all"
                 raise ValueError(f"personas.{name}.arrivals: must be {allowed}, got {sent:,.0f} in {seconds:g} s")
         for number, fault in enumerate(self.faults):
-            most = self.scaling.of(fault.pool).ceiling if self.scaling else 0
-            most = max(most, self.pools[fault.pool].replicas)
+            most, _ = self._most(fault.pool)
             if fault.replica is not None and fault.replica >= most:
                 raise ValueError(f"faults.{number}.replica: must be less than {most}, got {fault.replica}")
+        left = MAX_REGISTERED
+        for pool in self.pools:
+            most, field = self._most(pool)
+            if most > left:
+                raise ValueError(f"{field}: must be at most {left}, {MAX_REGISTERED} in all pools, got {most}")
+            left -= most
         return self
+
+    def _most(self, pool: str) -> tuple[int, str]:
+        """Return the most replicas that a pool may have, and the field that allows them."""
+        replicas, ceiling = self.pools[pool].replicas, self.scaling.of(pool).ceiling if self.scaling else 0
+        if self.scaling is None or replicas >= ceiling:
+            return replicas, f"pools.{pool}.replicas"
+        return ceiling, f"scaling.{f'pools.{pool}' if pool in self.scaling.pools else 'defaults'}.max_replicas"
 
 
 def read(path: Path) -> Scenario:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import InvalidArgument
+from gateway.routing.registrations import MAX_REGISTERED
 from simulator.scenario import of, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,26 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"faults": [{"kind": "kill", "at_s": 1.0, "pool": "n"}]}, "faults.0.pool", "must be one of the pools m, got"),
         ({"scaling": {"pools": {"n": {}}}}, "scaling.pools", "must be one of the pools m, got 'n'"),
         ({"scaling": {"defaults": {"max_replicas": 0}}}, "scaling.defaults.max_replicas", "greater than or equal to 1"),
+        (
+            {"pools": {"m": POOLS["m"] | {"replicas": 1001}}},
+            "pools.m.replicas",
+            "must be at most 1000, 1000 in all pools",
+        ),
+        (
+            {"pools": {"m": POOLS["m"] | {"replicas": 600}, "n": POOLS["m"] | {"replicas": 401}}},
+            "pools.n.replicas",
+            "must be at most 400, 1000 in all pools, got 401",
+        ),
+        (
+            {"scaling": {"pools": {"m": {"max_replicas": 1001}}}},
+            "scaling.pools.m.max_replicas",
+            "must be at most 1000, 1000 in all pools, got 1001",
+        ),
+        (
+            {"pools": {"m": POOLS["m"], "n": POOLS["m"]}, "scaling": {"defaults": {"max_replicas": 501}}},
+            "scaling.defaults.max_replicas",
+            "must be at most 499, 1000 in all pools, got 501",
+        ),
         ({"warmup_s": 6.0}, "warmup_s", "must be less than duration_s, got 6"),
         (
             {"faults": [{"kind": "kill", "at_s": 9.0, "pool": "m"}]},
@@ -94,6 +115,12 @@ def test_what_is_wrong_is_named(change: dict, field: str, problem: str):
     with pytest.raises(InvalidArgument) as caught:
         of({**WHOLE, **change}, "s.toml")
     assert caught.value.field == f"s.toml: {field}" and problem in caught.value.problem
+
+
+def test_as_many_replicas_as_gateways_register_are_allowed():
+    most = {"m": POOLS["m"] | {"replicas": 1}, "n": POOLS["m"] | {"replicas": MAX_REGISTERED // 2}}
+    half = {"pools": {"m": {"max_replicas": MAX_REGISTERED // 2}, "n": {}}}
+    assert of({**WHOLE, "pools": most, "scaling": half}).scaling is not None
 
 
 def test_a_file_that_a_field_names_is_wrong_by_that_field(tmp_path):
