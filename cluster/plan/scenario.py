@@ -169,10 +169,10 @@ class Price(Table):
 
     @model_validator(mode="after")
     def _all_to_be_had(self) -> Price:
-        if self.spot and self.spot_share < 1 and not (self.on_demand or self.reserved):
-            raise ValueError("on_demand: must be set, or reserved, where spot_share is below 1, got 0")
         if self.spot and "spot_share" not in self.model_fields_set:
             raise ValueError("spot_share: must be set with spot, got none")
+        if self.spot and self.spot_share < 1 and not (self.on_demand or self.reserved):
+            raise ValueError("on_demand: must be set, or reserved, where spot_share is below 1, got 0")
         if "spot_share" in self.model_fields_set and "spot" not in self.model_fields_set:
             raise ValueError("spot: must be set with spot_share, got none")
         return self

@@ -68,6 +68,7 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
             "pools.main.price.spot_share",
             "must be set with spot, got none",
         ),
+        (table(price={"spot": 2.0}), "pools.main.price.spot_share", "must be set with spot, got none"),
         (table(price={"on_demand": 2.0, "spot_share": 0.5}), "pools.main.price.spot", "must be set with spot_share"),
         (
             table(classes=[{"name": "chat", "trace": "t.jsonl", "output": 9}]),
