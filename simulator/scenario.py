@@ -120,7 +120,7 @@ class Persona(Table):
 
     model_config = ConfigDict(populate_by_name=True)
     arrivals: Any = None  # benchmarks.arrivals.Arrivals
-    users: Annotated[int, Field(ge=0, le=100_000)] = 0
+    users: Annotated[int, Field(ge=1, le=100_000)] = 0
     think_s: _Seconds = 10.0
     input: Any = lengths.Fixed(128)
     output: Any = lengths.Fixed(64)
@@ -235,6 +235,11 @@ class Scenario(Table):
             if persona.arrivals is not None and (sent := persona.arrivals.expected(seconds)) > MOST_REQUESTS:
                 allowed = f"at most {MOST_REQUESTS:,} requests in all"
                 raise ValueError(f"personas.{name}.arrivals: must be {allowed}, got {sent:,.0f} in {seconds:g} s")
+            if not isinstance(trace := persona.arrivals, arrivals.Trace):
+                continue
+            if (first_s := trace.rows[0].at_s / trace.speed) >= seconds:
+                problem = f"must have a request in its {seconds:g} s, got the first at {first_s:g} s"
+                raise ValueError(f"personas.{name}.arrivals: {problem}")
         for number, fault in enumerate(self.faults):
             most, _ = self._most(fault.pool)
             if fault.replica is not None and fault.replica >= most:

@@ -46,6 +46,7 @@ def test_files_are_relative_to_the_scenario(tmp_path):
         ({"pools": {"m": {"engine": "no-such"}}}, "pools.m.engine", "there is no engine at"),
         ({"pools": {"m": {}}}, "pools.m.step", "must be set if engine is not, else left out"),
         ({"pools": {"m": {**POOLS["m"], "slot": 1}}}, "pools.m.slot", "is not known: must be one of engine, step, "),
+        ({"personas": {"a": {"users": 0}}}, "personas.a.users", "must be greater than or equal to 1, got 0"),
         ({"personas": {"a": {}}}, "personas.a.users", "must be set if arrivals is not, else left out"),
         ({"personas": {"a": {"users": 1, "output": "x"}}}, "personas.a.output", "must be N, lognormal:"),
         ({"personas": {"a": {"arrivals": "often"}}}, "personas.a.arrivals", "must be poisson:RATE, "),
@@ -154,6 +155,19 @@ def test_acceptance_of_drafts_is_a_number_or_one_for_each_text():
         pool(step={"step_s": 0.01}, acceptance=0.7)
     with pytest.raises(InvalidArgument, match="pools.main.acceptance.0.0: must be less than or equal to 1, got 1.5"):
         pool(acceptance=1.5)
+
+
+@pytest.mark.parametrize("person", [{"from_s": 2.0}, {"until_s": 4.0}, {}])
+def test_a_trace_that_begins_after_its_end_is_refused(tmp_path, person):
+    trace, sent_s = tmp_path / "trace.jsonl", 6 - person.get("from_s", 0) if "until_s" not in person else 4
+    table = WHOLE | {"personas": {"a": {"arrivals": "trace:trace.jsonl,10", **person}}}
+    trace.write_text('{"at_s": 90}\n{"at_s": %s}' % (10 * sent_s))
+    with pytest.raises(InvalidArgument) as caught:
+        of(table, folder=tmp_path)
+    assert caught.value.field == "scenario: personas.a.arrivals"
+    assert caught.value.problem == f"must have a request in its {sent_s:g} s, got the first at {sent_s:g} s"
+    trace.write_text('{"at_s": 90}\n{"at_s": %s}' % (10 * sent_s - 1))
+    assert of(table, folder=tmp_path)
 
 
 @pytest.mark.parametrize("rows", ['{"at_s": 1, "output_tokens": 9}', '{"at_s": 1}\n{"at_s": 2, "output_tokens": 9}'])
