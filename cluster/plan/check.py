@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from cluster.plan.planner import CHECKED, Load, kind_of, loads_of, operating_point
+from cluster.plan.planner import CHECKED, Load, loads_of, operating_point
 from cluster.plan.replica import Forecast, Replica, Request, closed_loop, figures, serve
-from cluster.plan.scenario import Scenario
+from cluster.plan.scenario import Scenario, kind_of
 from contract.errors import EngineFailed, InvalidArgument
 from contract.step_model import described_drift, drifted
 

@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from cluster.plan.engine import Replica
-from cluster.plan.scenario import Accelerator
 from contract import step_model
 from contract.errors import InvalidArgument
 from contract.step_model import StepModel
+from contract.toml_table import Positive, Table
 
 ANCHORS = Path(__file__).resolve().parents[2] / "build" / "trtllm" / "perf_anchors.json"
 # Memory in GB, bandwidth in TB/s, dense bf16 and fp8 TFLOPS, of the data sheets; the column of the published table.
@@ -37,6 +39,26 @@ LAYER_S = 25e-6  # of a layer, beyond bytes and operations: its kernels in a CUD
 LAUNCH_S = 0.002  # of a step: the engine's scheduler; of the published ITL of TensorRT-LLM in Triton on one H100
 FITTED = 3  # published throughputs, at least, that parts of the data sheet are fitted to
 KV_PART = 0.9  # of the memory beside weights that the KV cache gets
+
+
+class Accelerator(Table):
+    """A replica that is not built yet: its model and what it runs on.
+
+    card: by name. cards: of one replica (tensor parallel). published: a model of the TensorRT-LLM tables, or "".
+    parameters: in units of 10^9. weight_bytes, kv_bytes: of one parameter, and of one number in the KV cache.
+    """
+
+    card: str
+    cards: Annotated[int, Field(ge=1, le=64)] = 1
+    published: str = ""
+    parameters: Positive
+    layers: Annotated[int, Field(ge=1, le=1000)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)]
+    weight_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
+    kv_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
+    max_batch_size: Annotated[int, Field(ge=1, le=2048)] = 256  # a plan of more takes minutes
+    max_num_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
 
 
 @dataclass(frozen=True, kw_only=True)

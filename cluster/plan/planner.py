@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cluster.plan import estimate
 from cluster.plan.engine import Replica
 from cluster.plan.replica import Forecast, Request, forecast
-from cluster.plan.scenario import HOURS, Class, Pool, Price, Scenario, Slo
-from contract.errors import InvalidArgument, TridentError
+from cluster.plan.scenario import HOURS, Class, Pool, Price, Scenario, Slo, kind_of
+from contract.errors import InvalidArgument
 
 MONTH_H = 730.0
 CHECKED = "plan_check.json"  # in an engine's folder
@@ -193,18 +192,6 @@ def plan(scenario: Scenario, path: Path) -> list[PoolPlan]:
     """Return the plan of every pool. path: of the scenario, for commands. Raises InvalidArgument: an objective cannot
     be met, or an engine was not calibrated."""
     return [_plan(name, pool, scenario.seed, path) for name, pool in scenario.pools.items()]
-
-
-def kind_of(pool: Pool, place: str) -> Replica:
-    """Return the pool's kind of replica. Raises InvalidArgument for ``place``."""
-    if pool.estimate is not None:
-        kind = estimate.replica(pool.estimate, f"{place}.estimate")
-    else:
-        try:
-            kind = Replica.of_engine(Path(pool.engine))
-        except (TridentError, OSError) as exc:
-            raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
-    return dataclasses.replace(kind, step=kind.step.of_texts(pool.acceptance, f"{place}.acceptance"))
 
 
 def loads_of(pool: Pool, replica: Replica, seed: int, place: str) -> list[Load]:

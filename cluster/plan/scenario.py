@@ -10,13 +10,17 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.plan import estimate
+from cluster.plan.engine import Replica
+from cluster.plan.estimate import Accelerator
 from contract import prometheus, step_model, toml_table
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, TridentError
 from contract.toml_table import Amount, Part, Positive, Table
 
 HOURS = 24
@@ -184,26 +188,6 @@ _OfText = Annotated[tuple[Part, ...], Field(min_length=1, max_length=len(step_mo
 Acceptance = Annotated[tuple[_OfText, ...], BeforeValidator(step_model.texts)]
 
 
-class Accelerator(Table):
-    """A replica that is not built yet: its model and what it runs on; cluster/plan/estimate.py.
-
-    card: by name. cards: of one replica (tensor parallel). published: a model of the TensorRT-LLM tables, or "".
-    parameters: in units of 10^9. weight_bytes, kv_bytes: of one parameter, and of one number in the KV cache.
-    """
-
-    card: str
-    cards: Annotated[int, Field(ge=1, le=64)] = 1
-    published: str = ""
-    parameters: Positive
-    layers: Annotated[int, Field(ge=1, le=1000)]
-    kv_heads: Annotated[int, Field(ge=1, le=1024)]
-    head_dim: Annotated[int, Field(ge=1, le=1024)]
-    weight_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
-    kv_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
-    max_batch_size: Annotated[int, Field(ge=1, le=2048)] = 256  # a plan of more takes minutes
-    max_num_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
-
-
 def _engine_folder(given: str) -> str:
     """Return the folder of an engine, which may be given by its name."""
     named = Path(given).name == given and given and not os.path.isdir(given)  # False for a name that is too long
@@ -238,14 +222,29 @@ class Scenario(Table):
     seed: int = 0
 
 
+def kind_of(pool: Pool, place: str) -> Replica:
+    """Return the pool's kind of replica. Raises InvalidArgument for ``place``."""
+    if pool.estimate is not None:
+        kind = estimate.replica(pool.estimate, f"{place}.estimate")
+    else:
+        try:
+            kind = Replica.of_engine(Path(pool.engine))
+        except (TridentError, OSError) as exc:
+            raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
+    return replace(kind, step=kind.step.of_texts(pool.acceptance, f"{place}.acceptance"))
+
+
 def read(path: Path) -> Scenario:
     """Raises InvalidArgument: names file, field and what is allowed."""
     return of_table(toml_table.read(path), path)
 
 
 def of_table(table: Mapping[str, Any], path: Path = Path("scenario")) -> Scenario:
-    """Return a scenario; traces are read, relative to the file. Raises InvalidArgument."""
+    """Return a scenario; traces and metrics are read, those relative to the file. Raises InvalidArgument, also for a
+    pool's kind of replica."""
     found = toml_table.checked(Scenario, table, str(path))
+    for name, pool in found.pools.items():
+        kind_of(pool, f"{path}: pools.{name}")  # what is wrong is told before metrics are read and pools are planned
     pools = {}
     for name, pool in found.pools.items():
         places = (f"{path}: pools.{name}.classes.{number}" for number in range(len(pool.classes)))

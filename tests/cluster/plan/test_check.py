@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import arrivals
-from cluster.plan import check
+from cluster.plan import check, scenario
 from cluster.plan.check import FIGURES, Compared, _loads, _mean, described, keep, run
 from cluster.plan.planner import CHECKED, _checked, loads_of
 from cluster.plan.report import _errors
@@ -110,7 +110,8 @@ def test_a_turn_in_which_no_request_comes_is_refused_before_anything_is_measured
         raise AssertionError("the engine is measured")
 
     monkeypatch.setenv("TRIDENT_ENGINES_DIR", "engines")  # which the check changes
-    monkeypatch.setattr(check, "kind_of", lambda pool, place: REPLICA)
+    for module in (check, scenario):
+        monkeypatch.setattr(module, "kind_of", lambda pool, place: REPLICA)
     point = rate, SimpleNamespace(sequences=1.0), "slots"
     monkeypatch.setattr(check, "operating_point", lambda *given: point)
     monkeypatch.setattr(check, "_steps_take", measured)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster.plan import estimate
+from cluster.plan.estimate import Accelerator
 from cluster.plan.replica import Request, forecast
-from cluster.plan.scenario import Accelerator
 from contract.errors import InvalidArgument
 from tests.cluster.plan.scenarios import table
 

@@ -17,7 +17,7 @@ from cluster.plan import planner
 from cluster.plan.engine import Replica
 from cluster.plan.planner import cost_of, operating_point, replicas_by_hour
 from cluster.plan.replica import closed_loop
-from cluster.plan.scenario import Price, Slo, of_table
+from cluster.plan.scenario import Price, Slo, kind_of, of_table
 from contract.errors import InvalidArgument
 from contract.step_model import StepModel
 from tests.cluster.plan.scenarios import REPLICA, table
@@ -344,7 +344,7 @@ def few(monkeypatch):
 
 def test_a_prompt_is_read_in_a_step_of_its_own():
     """In each step a little of it would be read while the weights are, in no time."""
-    replica = planner.kind_of(of_table(table()).pools["main"], "pools.main")
+    replica = kind_of(of_table(table()).pools["main"], "pools.main")
     shares = planner._shares(replica, 4.0, 6000.0, 100.0)
     plain_s, with_prompt_s = (replica.step.seconds(4, 4 * 6050, tokens) for tokens in (0, 6000))
     steps_s = 24 * plain_s + with_prompt_s  # in 25 steps of four sequences 100 tokens are made, and one prompt is read
@@ -365,18 +365,9 @@ def test_a_plan_holds_together(few):
 def test_the_requests_at_once_are_those_of_the_hours_load_not_of_full_replicas(few):
     [found] = planner.plan(of_table(table(min_replicas=10)), Path("a.toml"))
     pool = of_table(table()).pools["main"]
-    replica = planner.kind_of(pool, "")
+    replica = kind_of(pool, "")
     mix = planner.loads_of(pool, replica, 0, "")[0]
     at = planner._simulated(replica, mix, 20 / 10, planner._count(replica, mix))
     assert found.replicas[0] == 10 and found.little == pytest.approx(20 * at.e2e_mean_s)
     [none] = planner.plan(of_table(table(classes=[one_class(200, 50, 0.0)], min_replicas=0)), Path("a.toml"))
     assert none.little == 0
-
-
-def test_an_engine_that_was_not_calibrated_is_named(tmp_path: Path):
-    given = of_table(table(estimate=None, engine=str(tmp_path)))
-    with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine: .*half-built"):
-        planner.plan(given, Path("a.toml"))
-    for name in ("a" * 5000, "a\0b"):
-        with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine"):
-            planner.plan(of_table(table(estimate=None, engine=name)), Path("a.toml"))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from cluster.plan import scenario
 from cluster.plan.scenario import Lengths, of_table, read
 from contract.errors import InvalidArgument
 from tests.cluster.plan.scenarios import table
@@ -42,9 +43,34 @@ def test_an_engine_is_a_name_or_a_folder(monkeypatch, tmp_path: Path):
     given = table()
     del given["pools"]["main"]["estimate"]
     monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
+    monkeypatch.setattr(scenario, "kind_of", lambda pool, place: None)  # there is none
     for engine, folder in (("mine", str(tmp_path / "mine")), ("engines/mine", "engines/mine"), (str(tmp_path),) * 2):
         given["pools"]["main"]["engine"] = engine
         assert of_table(given).pools["main"].engine == folder
+
+
+def test_an_engine_that_was_not_calibrated_is_named(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine: .*half-built"):
+        of_table(table(estimate=None, engine=str(tmp_path)))
+    for name in ("a" * 5000, "a\0b"):
+        with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine"):
+            of_table(table(estimate=None, engine=name))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"estimate": ESTIMATE | {"card": "h101"}}, "estimate.card: must be one of a100-80gb, "),
+        ({"acceptance": 0.5}, "acceptance: must be left out: the engine does not draft"),
+        ({"estimate": None, "engine": "engines/none"}, "engine: must be a calibrated engine: there is no engine at"),
+    ],
+)
+def test_what_is_wrong_in_a_later_pool_is_told_before_any_metrics_are_read(monkeypatch, change, problem):
+    monkeypatch.setattr(scenario, "_measured", None)
+    given = table(classes=[{"name": "chat", "metrics": "http://127.0.0.1:1/metrics", "seconds": 3600}])
+    given["pools"]["other"] = table(**change)["pools"]["main"]
+    with pytest.raises(InvalidArgument, match=f"scenario: pools.other.{problem}"):
+        of_table(given)
 
 
 @pytest.mark.parametrize(
