@@ -107,7 +107,8 @@ def text(report: Mapping[str, Any]) -> str:
             + (f"; wanted {', '.join(wanted[:24])}{' …' if len(wanted) > 24 else ''}" if wanted else "")
         )
     if report["cost"]:
-        lines.append(f"  cost {number(report['cost'], 2)}, {report['cost_per_1000_tokens'] or 0:.5f} per 1,000 tokens")
+        per = math.nan if report["cost_per_1000_tokens"] is None else report["cost_per_1000_tokens"]
+        lines.append(f"  cost {number(report['cost'], 2)}, {number(per, 5)} per 1,000 tokens")
     for one in report["releases"]:
         where = f"{one['name']} at gateway {one['gateway']}"
         lines.append(f"  release {where}: {one['state']} {one['rolled_back']}".rstrip())

@@ -43,12 +43,13 @@ WHAT_MOVES = {
 
 @dataclass
 class Cost:
-    """Of a day, in the scenario's currency, and the replica-hours that are paid for. reserved: kept day and night."""
+    """Of a day, in the scenario's currency, and the replica-hours that are paid for. per_…: None without requests.
+    reserved: kept day and night."""
 
     day: float
     month: float
-    per_1000_tokens: float
-    per_1000_output_tokens: float
+    per_1000_tokens: float | None
+    per_1000_output_tokens: float | None
     reserved: int
     reserved_hours: float
     on_demand_hours: float
@@ -325,7 +326,7 @@ def cost_of(price: Price, replicas: Sequence[int], tokens: float, output_tokens:
 
     reserved = min(_reserved(price, replicas), key=lambda count: round(day_of(count), 9))  # the fewest of equal ones
     day, (on_demand, spot) = day_of(reserved), _beyond(price, replicas, reserved)
-    per_token, per_output = (1000 * day / count if count else 0.0 for count in (tokens, output_tokens))
+    per_token, per_output = (1000 * day / count if count else None for count in (tokens, output_tokens))
     hours = float(reserved * HOURS), float(on_demand), float(spot)
     return Cost(day, day / HOURS * MONTH_H, per_token, per_output, reserved, *hours)
 

@@ -45,9 +45,9 @@ def described(plan: PoolPlan, currency: str) -> str:
         told = f"{plan.tokens_per_step:.1f} tokens a step of a sequence alone, by the assumed acceptance of the texts"
         rows.insert(3, ("drafts", told))
     if cost.day:
-        per = f"{currency}{cost.per_1000_tokens:.4g} per 1,000 tokens, {cost.per_1000_output_tokens:.4g} of answers"
+        each, of_answers = (_priced(per, currency) for per in (cost.per_1000_tokens, cost.per_1000_output_tokens))
         elastic = f"{cost.on_demand_hours:.0f} on-demand hours, {cost.spot_hours:.0f} spot hours a day"
-        rows.append(("cost", f"{currency}{cost.month:,.0f} a month; {per}"))
+        rows.append(("cost", f"{currency}{cost.month:,.0f} a month; {each} per 1,000 tokens, {of_answers} of answers"))
         rows.append(("paid for", f"{cost.reserved} reserved replicas; {elastic}"))
     lines = [f"pool {plan.name}", *(f"  {name:<16}{text}" for name, text in rows), "", _row("hour", range(HOURS), 6)]
     lines.append(_row("requests/s", (f"{rate:.3g}" for rate in plan.requests_per_s), 6))
@@ -58,6 +58,10 @@ def described(plan: PoolPlan, currency: str) -> str:
     for name, changes in plan.sensitivity.items():
         lines.append(_row(name, ("missed" if change is None else f"{change:+.0f} %" for change in changes), 9))
     return "\n".join([*lines, "", f"  check: {plan.check}"])
+
+
+def _priced(amount: float | None, currency: str) -> str:
+    return "-" if amount is None else f"{currency}{amount:.4g}"
 
 
 def _errors(checked: Mapping[str, float]) -> str:

@@ -31,6 +31,12 @@ def test_a_report_has_the_figures_cost_and_what_took_longest():
     assert "invariants: all held" in shown and "fidelity of main: unknown" in shown
 
 
+def test_a_cost_without_tokens_is_not_told_per_token():
+    told = report.of(simulated(duration_s=1.0, pools={"main": POOL | {"price_hour": 3600.0}}), {})
+    nothing = told | {"cost_per_1000_tokens": None}
+    assert f"  cost {told['cost']:.2f}, - per 1,000 tokens" in report.text(nothing).splitlines()
+
+
 def test_a_refusal_says_why():
     shown = report.text(report.of(simulated(duration_s=5.0, gateway={"settings": {"max_in_flight": "1"}}), {}))
     assert "concurrency: 1 requests are in flight, the most allowed" in shown
