@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

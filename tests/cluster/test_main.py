@@ -91,6 +91,15 @@ def test_a_plot_without_matplotlib_is_refused_before_the_plan_is_made(scenario: 
     assert "pip install -r requirements/bench.txt" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_an_exit_status(scenario: Path, monkeypatch, capsys):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "plan", interrupted)
+    assert main(["plan", str(scenario)]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.slow
 def test_sigterm_ends_a_check_and_the_bench_that_it_runs(scenario: Path):
     program = (
