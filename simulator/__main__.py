@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from simulator.run import Result, check, run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0, 1 if an invariant did not hold, 2 for a scenario that cannot be run."""
+    """Return 0, 1 if an invariant did not hold, 2 for a scenario that cannot be run, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     parser.set_defaults(json=None, plot=None)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             table, pairs = report.compared(results[0], results[1], told)
             shown = "\n".join([*map(report.text, told), table])
             written = {"first": told[0], "second": told[1], "pairs": pairs}
-        print(shown)
+        _print(shown)
         if options.json is not None:
             options.json.write_text(json.dumps(written, sort_keys=True) + "\n", "utf-8")
         if options.plot is not None:
@@ -63,7 +64,16 @@ def main(arguments: Sequence[str]) -> int:
     except (TridentError, OSError) as exc:
         print(f"simulator: {exc}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return int(any(result.violations for result in results))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _simulated(read: scenario.Scenario, seed: int) -> Result:

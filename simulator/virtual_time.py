@@ -62,5 +62,15 @@ def run(main: Coroutine[Any, Any, _T], seed: int, start_s: float = 0.0) -> _T:
             return loop.run_until_complete(main)
         finally:
             random.setstate(before)
+            loop.set_exception_handler(lambda *_: None)  # what ended the run was raised
+            loop.run_until_complete(_cancel_all())
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+
+
+async def _cancel_all() -> None:
+    """End the tasks that an interrupt or an error left."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -121,6 +124,29 @@ def test_the_command_line(tmp_path, capsys):
     path.write_text(SCENARIO.replace("4\n", "4", 1).replace("poisson", "often"))
     assert main(["run", str(path)]) == 2
     assert "personas.chat.arrivals: must be poisson:RATE" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_an_exit_status(tmp_path, monkeypatch, capsys):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    monkeypatch.setattr("simulator.__main__.run", interrupted)
+    assert main(["run", str(tmp_path / "small.toml")]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_reads_no_further_ends_the_report_quietly(tmp_path):
+    path, out = tmp_path / "small.toml", tmp_path / "out.json"
+    path.write_text(SCENARIO)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "simulator", "run", str(path), "--json", str(out)]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert ended.returncode == 0 and "Broken pipe" not in ended.stderr
+    assert json.loads(out.read_text())["scenario"] == "small"
 
 
 def test_a_broken_invariant_is_an_exit_status(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -40,3 +41,25 @@ def test_timers_run_in_order_and_threads_at_once():
 def test_what_nothing_ever_ends_is_an_error():
     with pytest.raises(RuntimeError, match="no timer"):
         virtual_time.run(asyncio.Event().wait(), 0)
+
+
+def test_an_interrupt_ends_the_tasks_that_are_under_way(caplog):
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            ended.append("waits")
+
+    async def interrupted() -> None:
+        await asyncio.sleep(1.0)
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        await asyncio.gather(waits(), interrupted())
+
+    with pytest.raises(KeyboardInterrupt):
+        virtual_time.run(work(), 0)
+    gc.collect()  # tasks that are pending, and errors that nobody took, are told then
+    assert ended == ["waits"] and not caplog.records
