@@ -25,6 +25,11 @@ def test_people_come_and_go():
     assert came and 4.0 <= min(came) and max(came) < 8.0
 
 
+def test_a_prompt_that_is_not_longer_than_its_prefix_has_one_token_more():
+    found = simulated(duration_s=3.0, personas={"chat": CHAT | {"prefix_tokens": 100, "input": "50"}})
+    assert found.everyone and {record.input_tokens for record in found.everyone} == {101}
+
+
 def test_a_shared_prefix_is_cached_and_keeps_its_replica():
     alike = CHAT | {"prefix_tokens": 400, "prefix_groups": 2, "input": "450"}
     apart = CHAT | {"input": "450"}

@@ -177,10 +177,14 @@ def test_a_release_that_is_finished_has_all_requests(tmp_path):
     assert not any(one.running for one in late if one.pool == "main") and any(one.running for one in late)
 
 
-def test_a_trace_is_replayed(tmp_path):
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
+def test_a_trace_is_replayed(tmp_path, name):
     rows = [{"at_s": 1.0, "input_tokens": 50, "output_tokens": 5}, {"at_s": 2.5, "input_tokens": 9, "output_tokens": 7}]
-    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    result = simulated(folder=tmp_path, personas={"all": {"arrivals": "trace:trace.jsonl"}}, duration_s=5.0)
+    lines = map(json.dumps, rows)
+    if name.endswith(".csv"):
+        lines = (",".join(map(str, cells)) for cells in (rows[0], *(row.values() for row in rows)))
+    (tmp_path / name).write_text("\n".join(lines))
+    result = simulated(folder=tmp_path, personas={"all": {"arrivals": f"trace:{name}"}}, duration_s=5.0)
     found = [(record.intended_s - 1002.0, record.input_tokens, record.tokens) for record in result.everyone]
     assert found == [(1.0, 50, 5), (2.5, 9, 7)]
 

@@ -90,3 +90,11 @@ def test_published_throughputs_are_met():
 def test_what_cannot_be_estimated_is_refused(change, problem):
     with pytest.raises(InvalidArgument, match=problem):
         estimate.replica(Accelerator(**GIVEN | change), "x")
+
+
+def test_the_page_names_every_field_and_every_card():
+    text = (Path(__file__).resolve().parents[3] / "docs" / "capacity.md").read_text("utf-8")
+    _, _, rows = text.partition("| field of `[pools.NAME.estimate]` |")
+    rows, _, _ = rows.partition("\n\n")
+    for name in [*Accelerator.model_fields, *estimate.CARDS]:
+        assert f"`{name}`" in rows
