@@ -67,6 +67,16 @@ def test_faults_cost_no_answer():
     assert not result.violations and all(record.ok for record in result.everyone)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_budgets_caps_faults_and_people_who_leave_at_two_gateways(seed):
+    result = run(read(SCENARIOS / "mixed.toml"), seed)
+    assert not result.violations and not result.missed
+    met = {"refused: budget", "refused: concurrency", "refused: deadline", "retried", "lost its replica: continued"}
+    assert result.counts.keys() >= met
+    steady = result.records["steady"]
+    assert sum(bool(one.cancelled and one.messages) for one in steady) > 100 < sum(one.ok for one in steady)
+
+
 @pytest.mark.days
 def test_ten_thousand_users_at_once():
     many = {"main": GPU | {"replicas": 20, "slots": 512, "kv_tokens": 1_000_000, "step": {"step_s": 0.02}}}
