@@ -95,8 +95,9 @@ class Record:
 
 def check(record: Record) -> list[Violation]:
     """Return every violation, by invariant."""
-    checks = (_faults, _ends, _texts, _stored, _errors, _budgets, _caps, _frees, _gauges, _resources, _recovery)
-    return [violation for check in (*checks, _floor, _alerts) for violation in check(record)]
+    of_requests = (_ends, _texts, _stored, _errors, _budgets, _logged, _caps, _frees)
+    of_processes = (_gauges, _resources, _recovery, _floor, _alerts)
+    return [violation for check in (_faults, *of_requests, *of_processes) for violation in check(record)]
 
 
 def _faults(record: Record) -> Iterator[Violation]:
@@ -193,6 +194,19 @@ def _budgets(record: Record) -> Iterator[Violation]:
         yield Violation("budgets", f"'metered' was charged {used:.1f} with {held:.1f} held: must be {least} to {most}")
     if held > 0.5 and not any(one.error == CUT for one in metered):
         yield Violation("budgets", f"{held:.1f} tokens of 'metered' are still reserved and no gateway is gone")
+
+
+def _logged(record: Record) -> Iterator[Violation]:
+    """The gateways' logs say of each request what its caller was told, or what its prompt has."""
+    for one in record.outcomes:
+        if one.logged is None:
+            continue
+        prompt = record.inputs[one.prompt.text]
+        if one.ok and not one.repeats and one.logged != one.tokens:
+            yield Violation("budgets", f"{one.logged} is logged and {one.tokens} was told: {one}", one.sent_s)
+        # Without a usage a gateway counts by its own tokenizer, which does not add what begins a text (BOS).
+        if one.error == LEFT and one.logged[1] and one.logged[0] not in (prompt - 1, prompt):
+            yield Violation("budgets", f"{one.logged} is logged of {prompt} prompt tokens: {one}", one.sent_s)
 
 
 def _is_reader(one: Outcome, record: Record) -> bool:

@@ -77,6 +77,7 @@ class Outcome:
     the stream's last one.
     error: name of the error's class, CUT, LATE, LEFT, or "". reason: why its tokens ended, "" if they did not.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
+    logged: those of the gateway's log; None without a line, or for a reused response.
     leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     key: the Idempotency-Key, which is the id of the request that it repeats, or its own; "" without.
@@ -99,6 +100,7 @@ class Outcome:
     received: int = 0
     first_s: float = 0.0
     key: str = ""
+    logged: tuple[int, int] | None = None
 
     @property
     def repeats(self) -> bool:
@@ -133,7 +135,7 @@ class Outcome:
 class Load:
     """http, grpc: HOST:PORT of each gateway by name. keys: API key of each tenant. outcomes: in the order sent.
 
-    patience_s: in which every stream must end.
+    patience_s: in which every stream must end. name: what its requests' ids begin with.
     stored: (seconds, what is wrong) of stored responses that a tenant could not read, or another one could.
     """
 
@@ -141,6 +143,7 @@ class Load:
     grpc: Mapping[str, str]
     keys: Mapping[str, str]
     patience_s: float = 40.0
+    name: str = "chaos"
     outcomes: list[Outcome] = field(default_factory=list)
     stored: list[tuple[float, str]] = field(default_factory=list)
 
@@ -153,7 +156,7 @@ class Load:
             for number, (at_s, is_of_burst) in enumerate(moments(seed, duration_s, rate), len(self.outcomes)):
                 await asyncio.sleep(begun_s + at_s - time.monotonic())
                 prompt, protocol = source.choice(PROMPTS), source.choice(("http", "grpc"))
-                gateway, name = source.choice(gateways), f"chaos-{number}"
+                gateway, name = source.choice(gateways), f"{self.name}-{number}"
                 outcome = Outcome(prompt, protocol, gateway, 0.0, id=name)
                 if is_of_burst:
                     outcome.leaves = leaving.choice((0, None))

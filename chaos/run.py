@@ -52,7 +52,8 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     patience_s = max(LONGEST_STREAM_S, 8 * (time.monotonic() - begun_s))  # on a machine that is busy with other things
     record = Record(expected, LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s), inputs=inputs)
     record.held_s = {name: alerts.held_s(name) for name in invariants.ALERTS}
-    await Load(fleet.http, fleet.grpc, dict.fromkeys(KEYS, KEYS["plain"])).run(scenario.seed, WARM_S, scenario.rate)
+    warm = Load(fleet.http, fleet.grpc, dict.fromkeys(KEYS, KEYS["plain"]), name="warm")
+    await warm.run(scenario.seed, WARM_S, scenario.rate)
     before, wall_s = fleet.resources(), time.time()
     begun_s = time.monotonic()
     load = Load(fleet.http, fleet.grpc, KEYS, patience_s)
@@ -149,15 +150,17 @@ async def _sample(fleet: Fleet, record: Record) -> None:
 
 
 def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    """Take what callers that left had used from the gateways' logs: nobody else was told."""
-    left = {one.id: one for one in outcomes if one.error == LEFT}
+    """Take from the gateways' logs what each request used: of callers that left nobody else was told."""
+    by_id = {one.id: one for one in outcomes}
     for path in folder.glob("gateway-*.log"):
         for line in path.read_text("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError):  # the line that a killed process was writing
                 row = json.loads(line) if '"duration_s"' in line else {}
-                one = left.get(row.get("request_id", ""))
-                if one is not None and row["tenant"].startswith(one.prompt.tenant):  # requests before the faults: plain
-                    one.tokens = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
+                one = by_id.get(row.get("request_id", ""))
+                if one is not None and not row.get("reuse"):
+                    one.logged = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
+                    if one.error == LEFT:
+                        one.tokens = one.logged
 
 
 async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:

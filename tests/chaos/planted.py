@@ -111,6 +111,35 @@ def doubled_charge() -> None:
     Permit.close = lambda self, used, micros=0: close(self, used * (1 + (next(count) % 5 == 0)), micros)
 
 
+def uncounted_prompt() -> None:
+    """A stream whose caller left is counted without its prompt."""
+    from contract.generation import Usage
+    from gateway.generation import Generation
+
+    close = Generation.close
+
+    def forgetting(self, error=None) -> None:
+        if self.usage is None and self.tokens:
+            self.usage = Usage(0, self.tokens)
+        close(self, error)
+
+    Generation.close = forgetting
+
+
+def doubled_prompt() -> None:
+    """The prompt of a stream that was continued at another replica is counted twice."""
+    from gateway.generation import Generation
+
+    observe = Generation._observe
+
+    def doubling(self, delta) -> None:
+        observe(self, delta)
+        if delta.usage is not None and self._continuation.count:
+            self.usage = dataclasses.replace(delta.usage, input_tokens=2 * delta.usage.input_tokens)
+
+    Generation._observe = doubling
+
+
 def ignored_key() -> None:
     """A request that repeats another one by its Idempotency-Key is generated again."""
     from gateway.cache.coalescing import Idempotency
@@ -160,7 +189,8 @@ def ignored_floor() -> None:
 
 _LEAVING = (leaked_permit_on_leaving, leaked_permit_on_leaving_the_queue, leaked_slot_on_leaving, unnoticed_leaving)
 _TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
-_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, doubled_charge, ignored_key, ignored_cap, ignored_floor)
+_COUNTS = (doubled_charge, uncounted_prompt, doubled_prompt)
+_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, *_COUNTS, ignored_key, ignored_cap, ignored_floor)
 DEFECTS = {plant.__name__: plant for plant in _PLANTS}
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ WELL = {"gateway-1": parse("trident_gateway_in_flight 0"), "gateway-2": parse("t
 
 def outcome(prompt=PLAIN, **changes) -> Outcome:
     whole = Outcome(prompt, "http", "gateway-1", 5.0, 6.0, EXPECTED[prompt.text], 1, tokens=(3, prompt.max_tokens))
+    whole.logged = whole.tokens
     return dataclasses.replace(whole, **{"reason": "length", **changes})
 
 
@@ -158,6 +159,23 @@ def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
     assert violated(record(dataclasses.replace(one, tokens=(3, 0)), budgets=(3.0, 0.0))) == {"budgets"}
     assert violated(record(dataclasses.replace(one, text="else"), budgets=(5.0, 0.0))) == {"bytes"}
     assert violated(record(dataclasses.replace(one, tokens=None), budgets=(float(most), 0.0))) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"logged": None}, set()),
+        ({"logged": (6, PLAIN.max_tokens)}, {"budgets"}),
+        ({"logged": (3, 0)}, {"budgets"}),
+        ({"logged": (6, PLAIN.max_tokens), "id": "chaos-1-again", "key": "chaos-1"}, set()),
+        ({"error": LEFT, "logged": (2, 2)}, set()),
+        ({"error": LEFT, "logged": (0, 0)}, set()),  # it had no output
+        ({"error": LEFT, "logged": (0, 2)}, {"budgets"}),
+        ({"error": LEFT, "logged": (4, 2)}, {"budgets"}),
+    ],
+)
+def test_what_is_logged_is_what_was_told_or_has_the_prompts_tokens(changes: dict, names: set):
+    assert violated(record(outcome(**changes))) == names
 
 
 @pytest.mark.parametrize(

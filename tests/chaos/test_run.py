@@ -128,15 +128,18 @@ async def test_a_budget_that_redis_does_not_know_is_whole(tmp_path):
         await fleet.close()
 
 
-def test_what_callers_that_left_had_used_is_in_the_gateways_logs(tmp_path):
-    line = '{"message":"generation","request_id":"chaos-%d","tenant":"%s/a","duration_s":0.1'
+def test_what_requests_used_is_in_the_gateways_logs(tmp_path):
+    line = '{"message":"generation","request_id":"%s","duration_s":0.1'
     queued, line = line + "}", line + ',"input_tokens":3,"output_tokens":2}'
-    tenant, other = PROMPTS[0].tenant, PROMPTS[-1].tenant
-    lines = [line % (1, tenant), line % (2, tenant), line % (4, other), queued % (5, tenant), line % (3, tenant)]
+    reused = line.replace("generation", 'generation","reuse":"replay')
+    lines = [line % "chaos-1", line % "chaos-2", line % "warm-4", queued % "chaos-5", reused % "chaos-6"]
+    lines.append(line % "chaos-3")
     text = "\n".join(lines)[:-9]
     (tmp_path / "gateway-1.log").write_text(text)
     outcomes = [Outcome(PROMPTS[0], "http", "one", 0.0, error=LEFT, id=f"chaos-{number}") for number in (1, 3, 4, 5)]
-    run._read_logs(tmp_path, [*outcomes, Outcome(PROMPTS[0], "http", "one", 0.0, id="chaos-2")])
+    whole = [Outcome(PROMPTS[0], "http", "one", 0.0, id=f"chaos-{number}") for number in (2, 6)]
+    run._read_logs(tmp_path, [*outcomes, *whole])
+    assert [(one.tokens, one.logged) for one in whole] == [(None, (3, 2)), (None, None)]
     assert [one.tokens for one in outcomes] == [(3, 2), None, None, (0, 0)]
 
 
