@@ -22,6 +22,7 @@ GAUGES = (*(f"trident_gateway_{name}" for name in _OF_GATEWAYS.split()), "triden
 NAMES = "faults ends bytes isolation errors budgets frees gauges resources recovery floor alerts".split()
 ALERTS = {"TridentReplicaOut": "replica", "TridentGatewayDown": "gateway"}
 SLACK_S = 2.5  # of what samples tell: two readings in a row may get no answer in time
+NOTICED_S = 1.5  # in which a gateway notices that a caller left; measured without a defect: 0.5 s at most
 CALLER_S = 0.25  # that a caller may see a stream's end later than the beginning of the next
 
 
@@ -51,6 +52,7 @@ class Record:
     samples: metrics of all processes that answered, by the time of reading; the last is of the end.
     well_s: times of those samples at which every process was well. stored: when, and what is wrong with responses.
     resources: descriptors and bytes of memory by name and pid, before the first fault and at the end.
+    defects: lines of the gateways' logs that tell of one.
     budgets: of "metered" at the end, tokens that its bucket lacks and those still held; None without Redis.
     caps: requests that Redis still counts under caps at the end.
     admitted: requests that the bucket of "capped" admits over the time of the run. at_once: at the same time.
@@ -70,6 +72,7 @@ class Record:
     well_s: list[float] = field(default_factory=list)
     resources: tuple[Mapping, Mapping] = ({}, {})
     stored: Sequence[tuple[float, str]] = ()
+    defects: Sequence[str] = ()
     budgets: tuple[float, float] | None = None
     caps: int = 0
     admitted: int = 0
@@ -95,7 +98,7 @@ class Record:
 
 def check(record: Record) -> list[Violation]:
     """Return every violation, by invariant."""
-    of_requests = (_ends, _texts, _stored, _errors, _budgets, _logged, _caps, _frees)
+    of_requests = (_ends, _texts, _stored, _errors, _budgets, _logged, _caps, _frees, _leavers)
     of_processes = (_gauges, _resources, _recovery, _floor, _alerts)
     return [violation for check in (_faults, *of_requests, *of_processes) for violation in check(record)]
 
@@ -144,6 +147,8 @@ def _errors(record: Record) -> Iterator[Violation]:
     for one in record.outcomes:
         if one.error and one.error != LATE and not allowed(one, record):
             yield Violation("errors", f"no fault explains it: {one}", one.sent_s)
+    for line in record.defects:
+        yield Violation("errors", f"a log tells of a defect: {line}")
 
 
 def allowed(one: Outcome, record: Record) -> bool:
@@ -247,6 +252,17 @@ def _frees(record: Record) -> Iterator[Violation]:
         counts[name] = now
     if cancelled < cut // 2:
         yield Violation("frees", f"gateways ended {cut} streams whose callers had left, engines {cancelled:.0f}")
+
+
+def _leavers(record: Record) -> Iterator[Violation]:
+    """Far from any fault a gateway notices each caller that leaves, also one whose request is still in a queue."""
+    for one in record.outcomes:
+        if one.error != LEFT or record.felt(one.sent_s, one.ended_s + NOTICED_S):
+            continue
+        if one.logged is None and one.received:  # without output it may have left before its request was read
+            yield Violation("frees", f"no gateway logged that its caller left: {one}", one.sent_s)
+        if (late_s := one.logged_s - (one.ended_s - one.sent_s)) > NOTICED_S:
+            yield Violation("frees", f"a gateway noticed {late_s:.1f} s late that its caller left: {one}", one.sent_s)
 
 
 def _gauges(record: Record) -> Iterator[Violation]:

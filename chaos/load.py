@@ -77,7 +77,8 @@ class Outcome:
     the stream's last one.
     error: name of the error's class, CUT, LATE, LEFT, or "". reason: why its tokens ended, "" if they did not.
     tokens: prompt and output tokens of the usage, of a caller that left those of the gateway's log; None without.
-    logged: those of the gateway's log; None without a line, or for a reused response.
+    logged, logged_s: those of the gateway's log, and its seconds from the arrival; None without a line, or for a
+    reused response.
     leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     key: the Idempotency-Key, which is the id of the request that it repeats, or its own; "" without.
@@ -101,6 +102,7 @@ class Outcome:
     first_s: float = 0.0
     key: str = ""
     logged: tuple[int, int] | None = None
+    logged_s: float = 0.0
 
     @property
     def repeats(self) -> bool:

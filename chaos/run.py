@@ -23,6 +23,8 @@ from chaos.scenario import Fault, Scenario, possible
 from contract.prometheus import Metrics
 
 SAMPLE_S = 0.25
+# In a line of a gateway's log: no request and no fault may cause it.
+DEFECTS = ("unhandled exception", "never retrieved", "never awaited")
 # In compressed time its 99th percentile is the latest of 13 timers: two late ones of a busy machine fire it.
 NOT_JUDGED = "TridentEventLoopLate"
 FIRING, UNREAD = 'ALERTS{alertstate="firing"}', 'up{job="trident-gateway"} == 0'
@@ -71,7 +73,7 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
         await asyncio.gather(*watching, return_exceptions=True)
     record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
-    _read_logs(fleet.folder, record.outcomes)
+    record.defects = _read_logs(fleet.folder, record.outcomes)
     # Without Redis each gateway counts by itself, and from the beginning where it is started again.
     restarts = sum(this.fault.kind == "kill.gateway" for this in record.happened)
     counts, caps = (1, 1) if fleet.redis_url else (len(fleet.http) + restarts, len(fleet.http))
@@ -149,18 +151,31 @@ async def _sample(fleet: Fleet, record: Record) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
-def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    """Take from the gateways' logs what each request used: of callers that left nobody else was told."""
-    by_id = {one.id: one for one in outcomes}
+def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
+    """Take from the gateways' logs what each request used: of callers that left nobody else was told. Return the lines
+    that tell of a defect."""
+    by_id, defects = {one.id: one for one in outcomes}, []
     for path in folder.glob("gateway-*.log"):
         for line in path.read_text("utf-8", "replace").splitlines():
+            if any(words in line for words in DEFECTS):
+                defects.append(f"{path.stem}: {_told(line)}")
             with contextlib.suppress(ValueError):  # the line that a killed process was writing
                 row = json.loads(line) if '"duration_s"' in line else {}
                 one = by_id.get(row.get("request_id", ""))
                 if one is not None and not row.get("reuse"):
                     one.logged = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
+                    one.logged_s = row["duration_s"]
                     if one.error == LEFT:
                         one.tokens = one.logged
+    return defects
+
+
+def _told(line: str) -> str:
+    """Return message and last line of the exception of a line of the log."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        row = json.loads(line)
+        return f"{row['message']}: {row.get('exception', '').rpartition(chr(10))[2]}"[:500]
+    return line[:500]
 
 
 async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:

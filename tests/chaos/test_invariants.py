@@ -213,6 +213,30 @@ def test_the_engine_is_freed_when_callers_leave():
     assert "frees" not in violated(record(*left, samples=samples[:3], faults=[(1.0, "kill.engine", "replica-1")]))
 
 
+@pytest.mark.parametrize(
+    ("changes", "faults", "names"),
+    [
+        ({"logged_s": 2.4}, [], set()),
+        ({"logged_s": 2.6}, [], {"frees"}),
+        ({"logged_s": 2.6, "received": 0, "logged": (0, 0)}, [], {"frees"}),  # it was in a queue
+        ({"logged_s": 2.6}, [(7.0, "kill.engine", "replica-1")], set()),
+        ({"logged_s": 2.6}, [(9.0, "kill.engine", "replica-1")], {"frees"}),
+        ({"logged": None}, [], {"frees"}),
+        ({"logged": None}, [(5.5, "kill.worker", "gateway-1")], set()),
+        ({"logged": None, "received": 0}, [], set()),  # it never arrived
+        ({"error": "", "logged_s": 9.0}, [], set()),
+    ],
+)
+def test_each_caller_that_leaves_is_noticed(changes: dict, faults: list, names: set):
+    one = outcome(**{"error": LEFT, "received": 1, **changes})
+    assert violated(record(one, faults=faults)) == names
+
+
+def test_a_log_tells_of_no_defect():
+    [violation] = check(record(defects=["gateway-1: Task exception was never retrieved: KeyError: 3"]))
+    assert violation.invariant == "errors" and violation.detail.endswith("KeyError: 3")
+
+
 def test_what_is_left_over_is_named():
     leaking = WELL | {"gateway-1": parse("trident_gateway_in_flight 1")}
     [violation] = check(record(samples=[(9.0, leaking)]))

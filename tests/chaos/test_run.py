@@ -138,8 +138,9 @@ def test_what_requests_used_is_in_the_gateways_logs(tmp_path):
     (tmp_path / "gateway-1.log").write_text(text)
     outcomes = [Outcome(PROMPTS[0], "http", "one", 0.0, error=LEFT, id=f"chaos-{number}") for number in (1, 3, 4, 5)]
     whole = [Outcome(PROMPTS[0], "http", "one", 0.0, id=f"chaos-{number}") for number in (2, 6)]
-    run._read_logs(tmp_path, [*outcomes, *whole])
+    assert run._read_logs(tmp_path, [*outcomes, *whole]) == []
     assert [(one.tokens, one.logged) for one in whole] == [(None, (3, 2)), (None, None)]
+    assert [one.logged_s for one in whole] == [0.1, 0.0]
     assert [one.tokens for one in outcomes] == [(3, 2), None, None, (0, 0)]
 
 
@@ -154,3 +155,12 @@ def test_the_command_shows_the_same_scenario_of_the_same_seed_and_refuses_what_i
     assert two.returncode == 2 and "SCENARIO: must be a file" in two.stderr
     none = show("--scenario", str(tmp_path))
     assert none.returncode == 2 and "SCENARIO: must be a script or a folder of *.chaos files" in none.stderr
+
+
+def test_lines_of_the_gateways_logs_that_tell_of_a_defect_are_found(tmp_path):
+    line = '{"message":"unhandled exception in request chaos-1","exception":"Traceback\\n  File x\\nKeyError: 3"}'
+    words = "coroutine 'read' was never awaited"
+    (tmp_path / "gateway-2.log").write_text(f'{line}\n{{"message":"listening"}}\nRuntimeWarning: {words}\n')
+    first, second = run._read_logs(tmp_path, [])
+    assert first == "gateway-2: unhandled exception in request chaos-1: KeyError: 3"
+    assert second == f"gateway-2: RuntimeWarning: {words}"
