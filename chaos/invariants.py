@@ -19,6 +19,7 @@ WORKER, CACHE_BYTES = "cpu_engine.worker", 270_000_000  # of the demo's KV cache
 _OF_GATEWAYS = "in_flight waiting pool_running pool_waiting pool_queued_tokens pool_backlog_tokens"
 _OF_GATEWAYS += " queue_depth replica_outstanding body_bytes"
 GAUGES = (*(f"trident_gateway_{name}" for name in _OF_GATEWAYS.split()), "trident_open_streams")
+COUNTERS = ("trident_gateway_requests_total", "trident_gateway_tokens_total")
 NAMES = "faults ends bytes isolation errors budgets frees gauges resources recovery floor alerts".split()
 ALERTS = {"TridentReplicaOut": "replica", "TridentGatewayDown": "gateway"}
 SLACK_S = 2.5  # of what samples tell: two readings in a row may get no answer in time
@@ -99,7 +100,7 @@ class Record:
 def check(record: Record) -> list[Violation]:
     """Return every violation, by invariant."""
     of_requests = (_ends, _texts, _stored, _errors, _budgets, _logged, _caps, _frees, _leavers)
-    of_processes = (_gauges, _resources, _recovery, _floor, _alerts)
+    of_processes = (_gauges, _counters, _resources, _recovery, _floor, _alerts)
     return [violation for check in (_faults, *of_requests, *of_processes) for violation in check(record)]
 
 
@@ -270,6 +271,28 @@ def _gauges(record: Record) -> Iterator[Violation]:
         yield Violation("gauges", f"{name} is {value:g} and no request is under way")
     if record.caps:
         yield Violation("gauges", f"Redis counts {record.caps} requests under caps and none is under way")
+
+
+def _counters(record: Record) -> Iterator[Violation]:
+    """No counter of a gateway falls while the gateway lives, also where a worker of it dies."""
+    before: dict[str, tuple[float, dict]] = {}
+    kills = [one for one in record.happened if one.fault.kind == "kill.gateway"]
+    for at_s, pages in record.samples:
+        for name in GATEWAYS & pages.keys():
+            now = dict(_counts(pages[name]))
+            before_s, counts = before.get(name, (at_s, {}))
+            before[name] = at_s, now
+            if any(one.fault.target == name and before_s <= one.begun_s <= at_s for one in kills):
+                continue
+            for series, count in counts.items():
+                if (less := now.get(series, 0.0)) < count:
+                    yield Violation("gauges", f"{series} of {name} fell from {count:g} to {less:g}", at_s)
+
+
+def _counts(page: Metrics) -> Iterator[tuple[str, float]]:
+    for metric in COUNTERS:
+        for labels, count in page.matching(metric):
+            yield f"{metric} {' '.join(labels.values())}", count
 
 
 def left(pages: Mapping[str, Metrics]) -> dict[str, float]:

@@ -249,6 +249,31 @@ def test_what_is_left_over_is_named():
 
 
 @pytest.mark.parametrize(
+    ("counts", "faults", "is_violated"),
+    [
+        (("7 2", "7 3", "8 3"), [], False),
+        (("7 2", "8 1"), [], True),  # though their sum does not fall
+        (("7 2", ""), [], True),
+        (("7 2", None, "6 2"), [], True),
+        (("7 2", None, "0 2"), [(5.5, "kill.gateway", "gateway-1")], False),
+        (("7 2", None, "0 2"), [(5.5, "kill.gateway", "gateway-2")], True),
+        (("7 2", None, "0 2"), [(5.5, "kill.worker", "gateway-1")], True),
+        (("7 2", "0 2", "0 1"), [(5.5, "kill.gateway", "gateway-1")], True),
+        (("7 2", "0 2"), [(4.5, "kill.gateway", "gateway-1")], True),
+    ],
+)
+def test_no_counter_of_a_gateway_falls_while_it_lives(counts: tuple, faults: list, is_violated: bool):
+    samples = []
+    for at_s, told in enumerate(counts, 5):
+        names = ('requests_total{code="200"}', 'tokens_total{tenant="plain"}')
+        lines = [f"trident_gateway_{name} {value}" for name, value in zip(names, (told or "").split(), strict=False)]
+        page = {} if told is None else {"gateway-1": parse("\n".join(lines))}
+        samples.append((float(at_s), {"gateway-2": WELL["gateway-2"], **page}))
+    of = record(outcome(), faults=faults, samples=samples)
+    assert ("gauges" in violated(of)) is is_violated
+
+
+@pytest.mark.parametrize(
     ("name", "more_bytes", "names"),
     [
         ("replica-1 tritonserver", 99_000_000, set()),
