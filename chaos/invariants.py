@@ -127,6 +127,8 @@ def _ends(record: Record) -> Iterator[Violation]:
 def _texts(record: Record) -> Iterator[Violation]:
     for one in record.outcomes:
         expected = record.expected[one.prompt.text]
+        if one.ok and one.shape == "logprobs" and one.scores != one.prompt.max_tokens:
+            yield Violation("bytes", f"{one.scores} log probabilities came: {one}", one.sent_s)
         if one.text == expected or (one.error and expected.startswith(one.text)):
             continue
         others, tail = (text for prompt, text in record.expected.items() if prompt != one.prompt.text), one.text[-20:]

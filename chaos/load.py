@@ -36,6 +36,9 @@ LENGTHS = (4, 12, 32, 64, 160)
 LONG, LEAVING = 32, 0.4  # this part of the callers that ask for so many tokens leave, a quarter of them at once
 AT_ONCE_S = 0.05
 REPEATED, REPEATED_S = 0.5, 0.5  # this part of what `metered` asks over HTTP is asked again, within so many seconds
+# What an HTTP request asks beside its text, which stays as it is; a third asks nothing.
+SHAPES = ("", "", "stop", "stop", "logprobs", "whole")
+STOPS = ["number of the moon", "of the numbers"]  # never come, and the demo's texts often begin them
 BURSTS_PER_S, BURST = 0.25, 12  # so many requests at once, and half of their callers leave at once: many still wait
 
 
@@ -82,6 +85,7 @@ class Outcome:
     leaves: characters after which the caller leaves, 0: AT_ONCE_S after it asked.
     received: tokens that came for certain. first_s: when the first message with any came, 0: none.
     key: the Idempotency-Key, which is the id of the request that it repeats, or its own; "" without.
+    shape: of SHAPES. scores: log probabilities of tokens that came.
     """
 
     prompt: Prompt
@@ -103,6 +107,8 @@ class Outcome:
     key: str = ""
     logged: tuple[int, int] | None = None
     logged_s: float = 0.0
+    shape: str = ""
+    scores: int = 0
 
     @property
     def repeats(self) -> bool:
@@ -129,7 +135,7 @@ class Outcome:
 
     def __str__(self) -> str:
         how = f"{self.error}: {self.message}" if self.error else f"{len(self.text)} characters, {self.ends} ends"
-        what = f"{self.id}, {self.prompt.tenant} {self.prompt.max_tokens} tokens"
+        what = f"{self.id}, {self.prompt.tenant} {self.prompt.max_tokens} tokens {self.shape}".rstrip()
         return f"{what}, {self.protocol} at {self.gateway}: {how}"
 
 
@@ -152,6 +158,7 @@ class Load:
     async def run(self, seed: int, duration_s: float, rate: float) -> None:
         """Send requests for ``duration_s`` and wait for the end of all."""
         source, leaving, repeating = (random.Random(f"{seed}{what}") for what in ("", " leaving", " repeating"))
+        shaping = random.Random(f"{seed} shaping")
         tasks, gateways, begun_s = [], sorted(self.http), time.monotonic()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
@@ -164,6 +171,9 @@ class Load:
                     outcome.leaves = leaving.choice((0, None))
                 elif prompt.max_tokens >= LONG and leaving.random() < LEAVING:
                     outcome.leaves = leaving.choice((0, 1, 1, 1)) * leaving.randint(1, prompt.max_tokens // 2)
+                if protocol == "http":
+                    shape = shaping.choice(SHAPES)
+                    outcome.shape = shape if shape != "whole" or outcome.leaves is None else ""
                 if protocol == "http" and prompt.tenant == "metered" and outcome.leaves is None:
                     if repeating.random() < REPEATED:
                         outcome.key = name
@@ -219,7 +229,7 @@ class Load:
     async def _over_http(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:
         prompt = outcome.prompt
         body = {"model": "demo", "prompt": prompt.text, "max_tokens": prompt.max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"ignore_eos": True, **_shaped(outcome.shape)}
         url, key = f"http://{self.http[outcome.gateway]}/v1/completions", self.keys[prompt.tenant]
         headers = {"authorization": f"Bearer {key}", "x-request-id": outcome.id}
         headers |= {"idempotency-key": outcome.key} if outcome.key else {}
@@ -228,6 +238,9 @@ class Load:
                 error = json.loads(await answer.read())["error"]
                 outcome.ends = 1
                 outcome.fail(_of_status(answer.status), error["message"])
+                return
+            if outcome.shape == "whole":
+                self._event(outcome, json.loads(await answer.read()))
                 return
             done = False
             async for line in answer.content:
@@ -246,6 +259,7 @@ class Load:
             outcome.fail(_of_status(event["error"].get("code")), event["error"]["message"])
             outcome.ends += 1
         for choice in event.get("choices", ()):
+            outcome.scores += len((choice.get("logprobs") or {}).get("token_logprobs", ()))
             outcome.add(choice["text"], bool(choice["text"]))
             outcome.ends += choice["finish_reason"] is not None
             outcome.reason = choice["finish_reason"] or outcome.reason
@@ -286,6 +300,15 @@ class Load:
             outcome.fail(CUT if broken else own.__name__ if own else status, f"{status} {details}")
         finally:
             await channel.close()
+
+
+def _shaped(shape: str) -> dict[str, object]:
+    """Return the fields of a request's body that its shape makes."""
+    if shape == "whole":
+        return {"stream": False}
+    more: dict[str, object] = {"stop": STOPS} if shape == "stop" else {}
+    more |= {"logprobs": 1} if shape == "logprobs" else {}
+    return {"stream": True, "stream_options": {"include_usage": True}, **more}
 
 
 def _of_text(message: str) -> str:

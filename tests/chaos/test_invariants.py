@@ -34,6 +34,7 @@ def violated(of: Record) -> set[str]:
 
 
 def test_a_run_without_a_fault_violates_nothing():
+    assert check(record(outcome(shape="logprobs", scores=PLAIN.max_tokens), outcome(shape="stop"))) == []
     assert check(record(outcome(), outcome(METERED), budgets=(3.0 + METERED.max_tokens, 0.0), admitted=1)) == []
 
 
@@ -50,6 +51,7 @@ def test_a_run_without_a_fault_violates_nothing():
         ({"tokens": (0, PLAIN.max_tokens)}, "budgets"),
         ({"text": EXPECTED[PLAIN.text].replace("text", "txt")}, "bytes"),
         ({"text": EXPECTED[PLAIN.text] + "n"}, "bytes"),
+        ({"shape": "logprobs", "scores": PLAIN.max_tokens - 1}, "bytes"),
         ({"text": EXPECTED[METERED.text]}, "isolation"),
         ({"error": "Unavailable", "text": ""}, "errors"),
         ({"error": CUT, "ends": 0, "text": ""}, "errors"),

@@ -90,6 +90,55 @@ async def test_half_of_the_callers_of_a_burst_leave_at_once(monkeypatch):
     assert {(one.prompt.tenant, one.protocol, one.leaves) for one in keyed} == {("metered", "http", None)}
 
 
+async def test_callers_that_leave_ask_for_streams_and_repeat_the_same_shape(monkeypatch):
+    monkeypatch.setattr(load, "moments", lambda *_: [(0.0, True)] * 200)
+    [port] = ports.free(1)
+    made = Load({"one": f"127.0.0.1:{port}"}, {"one": f"127.0.0.1:{port}"}, dict.fromkeys(TENANTS, "key"))
+    await made.run(seed=1, duration_s=1, rate=1)
+    of_http = [one for one in made.outcomes if one.protocol == "http"]
+    assert {one.shape for one in of_http if one.leaves is None} == set(load.SHAPES)
+    assert {one.shape for one in of_http if one.leaves == 0} == set(load.SHAPES) - {"whole"}
+    assert {one.shape for one in made.outcomes if one.protocol == "grpc"} == {""}
+    by_id = {one.id: one for one in made.outcomes}
+    assert all(one.shape == by_id[one.key].shape for one in made.outcomes if one.repeats)
+
+
+@pytest.mark.parametrize(
+    ("shape", "field", "value"),
+    [
+        ("", "stream", True),
+        ("stop", "stop", load.STOPS),
+        ("logprobs", "logprobs", 1),
+        ("whole", "stream", False),
+    ],
+)
+async def test_a_request_asks_what_its_shape_is(shape: str, field: str, value: object):
+    asked = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(body := await request.json())
+        if not body["stream"]:
+            end = {"text": "ab", "finish_reason": "length"}
+            return web.json_response({"choices": [end], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+        scored = BEGIN.replace(b"null}", b'null, "logprobs": {"token_logprobs": [-0.5, -1]}}')
+        return web.Response(body=(scored if "logprobs" in body else BEGIN) + END + DONE)
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", handle)
+    async with serving(application) as load, aiohttp.ClientSession() as session:
+        await load._send(Outcome(PROMPTS[0], "http", "one", 0.0, shape=shape), session)
+    [outcome] = load.outcomes
+    assert asked[0][field] == value
+    assert (outcome.error, outcome.ends, outcome.text, outcome.reason, outcome.tokens) == (
+        "",
+        1,
+        "ab",
+        "length",
+        (3, 2),
+    )
+    assert outcome.scores == (2 if shape == "logprobs" else 0)
+
+
 @pytest.mark.parametrize(
     ("body", "error", "ends", "text", "late_text"),
     [
