@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 
@@ -29,6 +30,7 @@ DEFECTS = ("unhandled exception", "never retrieved", "never awaited")
 NOT_JUDGED = "TridentEventLoopLate"
 FIRING, UNREAD = 'ALERTS{alertstate="firing"}', 'up{job="trident-gateway"} == 0'
 WARM_S, CLOSING_S = 2.0, 4.0  # of the loads before the first fault and after the last recovery
+ALONE = "each gateway goes on by itself"  # in a line of a gateway's log: Redis did not answer it in time
 LONGEST_STREAM_S = 40.0
 # The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
 SETTLE_S = 25.0
@@ -74,6 +76,7 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
     record.defects = _read_logs(fleet.folder, record.outcomes)
+    record.alone_s = _alone_s(fleet.folder)
     # Without Redis each gateway counts by itself, and from the beginning where it is started again.
     restarts = sum(this.fault.kind == "kill.gateway" for this in record.happened)
     counts, caps = (1, 1) if fleet.redis_url else (len(fleet.http) + restarts, len(fleet.http))
@@ -176,6 +179,18 @@ def _told(line: str) -> str:
         row = json.loads(line)
         return f"{row['message']}: {row.get('exception', '').rpartition(chr(10))[2]}"[:500]
     return line[:500]
+
+
+def _alone_s(folder: Path) -> list[float]:
+    """Return when a gateway began to count caps by itself, as its log tells."""
+    shift_s, found = time.monotonic() - time.time(), []
+    for path in folder.glob("gateway-*.log"):
+        for line in path.read_text("utf-8", "replace").splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line) if ALONE in line else {}
+                if ALONE in row.get("message", ""):
+                    found.append(datetime.fromisoformat(row["time"].replace("Z", "+00:00")).timestamp() + shift_s)
+    return found
 
 
 async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:

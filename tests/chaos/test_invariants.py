@@ -150,6 +150,8 @@ def test_capped_has_no_more_streams_at_once_than_its_cap(begun_s: list, faults: 
     of = record(*streams, faults=faults, admitted=40)
     assert ("budgets" in violated(of)) is is_violated
     assert "budgets" not in violated(dataclasses.replace(of, at_once=20))
+    assert "budgets" not in violated(dataclasses.replace(of, alone_s=[5.0]))
+    assert ("budgets" in violated(dataclasses.replace(of, alone_s=[6.5]))) is is_violated
 
 
 def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():

@@ -164,3 +164,13 @@ def test_lines_of_the_gateways_logs_that_tell_of_a_defect_are_found(tmp_path):
     first, second = run._read_logs(tmp_path, [])
     assert first == "gateway-2: unhandled exception in request chaos-1: KeyError: 3"
     assert second == f"gateway-2: RuntimeWarning: {words}"
+
+
+def test_when_a_gateway_counts_by_itself_is_in_its_log(tmp_path):
+    line = '{"time":"%s.250Z","message":"the shared state does not answer, each gateway goes on by itself: timeout"}'
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(1_800_000_000))
+    (tmp_path / "gateway-1.log").write_text(
+        f'{line % at}\n{{"message":"the shared state answers again"}}\nRuntimeError'
+    )
+    [alone_s] = run._alone_s(tmp_path)
+    assert alone_s == pytest.approx(1_800_000_000.25 + time.monotonic() - time.time(), abs=0.05)
