@@ -199,6 +199,8 @@ def test_a_repeated_request_is_charged_once(change: dict, faults: list, used: in
     of = record(dataclasses.replace(first, **change), again, faults=faults)
     of.budgets = used * (3.0 + METERED.max_tokens), 0.0
     assert ("budgets" in violated(of)) is is_violated
+    assert "budgets" not in violated(dataclasses.replace(of, alone_s=[5.5]))
+    assert ("budgets" in violated(dataclasses.replace(of, alone_s=[7.0]))) is is_violated
 
 
 def test_the_engine_is_freed_when_callers_leave():
