@@ -209,16 +209,16 @@ class Load:
         """Store a response at a gateway; its tenant can read it there, another one cannot."""
         url, body = f"http://{self.http[gateway]}/v1/responses", {"model": "demo", "input": "x", "max_output_tokens": 4}
         own, other = ({"authorization": f"Bearer {self.keys[tenant]}"} for tenant in TENANTS[:2])
-        problem = ""
+        problem, patience = "", aiohttp.ClientTimeout(self.patience_s)
         with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):  # the outcomes tell of those
-            async with session.post(url, json=body, headers=own) as answer:
+            async with session.post(url, json=body, headers=own, timeout=patience) as answer:
                 if answer.status != 200:
                     problem = f"storing got {answer.status}" if answer.status not in (429, 503, 504) else ""
                 else:
                     stored = await answer.json()
                     name = stored["id"]
                     for headers, statuses in ((own, (200, 503)), (other, (404, 503))):
-                        async with session.get(f"{url}/{name}", headers=headers) as found:
+                        async with session.get(f"{url}/{name}", headers=headers, timeout=patience) as found:
                             if found.status not in statuses:
                                 problem = f"reading got {found.status}: must be {statuses[0]}"
                             elif found.status == 200 and (await found.json()).get("output") != stored["output"]:

@@ -241,3 +241,16 @@ async def test_who_can_read_a_stored_response_is_found_out(own: int, other: int,
     async with serving(application) as load, aiohttp.ClientSession() as session:
         await load._store("one", session)
     assert [text for _, text in load.stored] == ([f"{problem}, at one"] if problem else [])
+
+
+async def test_a_response_that_is_never_stored_keeps_a_run_no_longer_than_a_stream():
+    async def post(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits")
+
+    application = web.Application()
+    application.router.add_post("/v1/responses", post)
+    async with serving(application) as load, aiohttp.ClientSession() as session:
+        load.patience_s = 0.1
+        await asyncio.wait_for(load._store("one", session), 30)
+    assert not load.stored
