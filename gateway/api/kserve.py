@@ -265,7 +265,7 @@ class _Stream:
         except TridentError:
             raise
         except Exception as exc:
-            raise _unexpected(exc, self._context, _quoted(request, self._carrier)) from exc
+            raise _unexpected(self._context, _quoted(request, self._carrier)) from exc
 
     async def _admit(self, request: ModelInferRequest, tenant: Tenant) -> TridentError | None:
         service = self._service
@@ -324,7 +324,7 @@ class _Stream:
             error = exc
             raise for_caller(exc, context.request_id) from exc
         except Exception as exc:
-            error = _unexpected(exc, self._context, context.request_id)
+            error = _unexpected(self._context, context.request_id)
             raise error from exc
         finally:
             generation.close(error)
@@ -640,10 +640,9 @@ def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
-def _unexpected(error: Exception, context: grpc.aio.ServicerContext, request_id: str) -> TridentError:
-    """Return what an error that no code expects is to the caller, and log it."""
-    # gRPC raises several errors where the client is gone, and its own before the context tells.
-    if context.done() or isinstance(error, grpc.aio.InternalError):
+def _unexpected(context: grpc.aio.ServicerContext, request_id: str) -> TridentError:
+    """Return the error that the exception under way is to the caller, and log it."""
+    if context.done():  # gRPC raises several errors when the client disconnects during a write
         return Cancelled("the client disconnected")
     _LOG.exception("unhandled exception in request %s", request_id)
     return EngineFailed(f"the gateway failed; quote {request_id} when you report it")

@@ -45,6 +45,8 @@ class ResponseWriter:
         self._writing_since_s = time.monotonic()
         try:
             await send(what)
+        except grpc.aio.InternalError as exc:  # the client is gone, and the cancellation has not come yet
+            raise asyncio.CancelledError from exc
         finally:
             self._writing_since_s = 0.0
             self._writing = bool(self._waiting) and self._pass_on()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import queue
 import struct
 from dataclasses import astuple
@@ -120,16 +121,20 @@ async def test_a_chat_with_half_a_character_is_the_replicas_to_refuse():
 
 async def test_a_write_to_a_client_that_is_gone_is_no_failure_of_the_gateway(monkeypatch, caplog):
     """gRPC's own error of such a write comes before its context tells that the client is gone."""
+    writes = []
 
-    async def failing(self: Service, model: str, requests, context):
+    async def fail(data: bytes) -> None:
+        writes.append(data)
         raise grpc.aio.InternalError('Failed "execute_batch": (<SendMessageOperation>,)')
 
-    monkeypatch.setattr(Service, "routed", failing)
-    async with FakeReplica() as replica, gateway(replica) as running:
-        [(_, error)] = await send_requests(running, {"request_id": "r", "inputs": inputs("one", 1)})
+    monkeypatch.setattr(ResponseWriter, "write", lambda self, data: self._send(fail, data))
+    async with FakeReplica(lambda seen: Script((" a", " b"))) as replica, gateway(replica) as running:
+        assert await send_requests(running, {"request_id": "r", "inputs": inputs("one", 1)}) == []
+        await until(lambda: not running.service.live)
         metrics = await running.metrics()
-    assert "Cancelled: the client disconnected" in error and metrics[CODE % "CANCELLED"] == 1
-    assert "unhandled" not in caplog.text
+    assert metrics[CODE % "CANCELLED"] == 1 and len(writes) == 1
+    gc.collect()  # only then asyncio tells of a task's exception
+    assert "unhandled" not in caplog.text and "never retrieved" not in caplog.text
 
 
 async def test_what_no_code_expects_is_an_error_of_its_request_alone(monkeypatch, caplog):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any, cast
 
+import grpc.aio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,19 @@ def test_responses_are_written_one_at_a_time_in_order_whoever_leaves(left: set[i
         assert context.written[-1] == b"last"
 
     asyncio.run(run())
+
+
+async def test_a_write_to_a_client_that_is_gone_cancels_its_request_and_the_next_one_has_its_turn() -> None:
+    class Gone(Context):
+        async def write(self, data: bytes) -> None:
+            await super().write(data)
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    context = Gone()
+    writer = ResponseWriter(cast(Any, context), 1.0)
+    tasks = [asyncio.create_task(writer.write(data)) for data in (b"a", b"b")]
+    await asyncio.wait(tasks, timeout=10)
+    assert all(task.cancelled() for task in tasks) and context.written == [b"a", b"b"]
 
 
 async def test_a_response_waits_for_the_metadata_of_another_request() -> None:
