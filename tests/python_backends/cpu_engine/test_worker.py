@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -21,6 +22,7 @@ from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from contract.scheduling import BLOCK_TOKENS
 from python_backends.cpu_engine import top_log_probs
+from python_backends.cpu_engine.drafting import TIMED_STEPS
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.prefix_cache import PartialBlocks
 from python_backends.cpu_engine.step_budget import StepBudget
@@ -608,6 +610,18 @@ def test_a_piece_is_read_on_while_a_prompt_that_drafting_admits_is_kept_apart_fr
     with contextlib.suppress(EOFError):
         loop.run()
     assert schedule.generated == {1: [7], 2: [], 3: [7] * 8}
+
+
+def test_steps_of_an_idle_engine_are_timed_by_their_cpu_time(monkeypatch):
+    """Other processes hardly change it: by the clock steps took 2 to 5 times as long beside servers that started."""
+    seconds, timed = itertools.count(), []
+    monkeypatch.setattr(time, "process_time", lambda: next(seconds))
+    drafting = ready(LIMITS, SlowPipeline())
+    monkeypatch.setattr(drafting, "timed", lambda sequences, taken_s, **kind: timed.append((sequences, taken_s, kind)))
+    idle = Schedule(lambda schedule: [])
+    loop = StepLoop(SlowPipeline(), SimpleNamespace(), idle, drafting, PartialBlocks(64), StepBudget(512))
+    loop._time_steps(2, drafts=False)
+    assert timed == [(2, 1, {"drafts": False, "idle": True})] * TIMED_STEPS
 
 
 class FullSteps(SlowPipeline):
