@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from clients.terminal import forget_stdout
 from contract.errors import InvalidArgument, TridentError
 from gateway import app, banner, command_line, signals, workers
 from gateway.admission.hub_link import HubLink
@@ -246,8 +247,8 @@ def main() -> int:
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` reads no further
+        forget_stdout()
         return 0
     logs.configure(settings.log_level, settings.log_format)
     for problem in unknown(os.environ):

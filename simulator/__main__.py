@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from clients.terminal import forget_stdout
 from cluster.plan.report import check_plot
 from contract.errors import InvalidArgument, TridentError
 from simulator import fidelity, report, scenario
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `| head` reads no further; what is left in the buffer must not fail at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` reads no further
+        forget_stdout()
 
 
 def _simulated(read: scenario.Scenario, seed: int) -> Result:
