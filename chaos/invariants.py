@@ -53,7 +53,7 @@ class Record:
     samples: metrics of all processes that answered, by the time of reading; the last is of the end.
     well_s: times of those samples at which every process was well. stored: when, and what is wrong with responses.
     resources: descriptors and bytes of memory by name and pid, before the first fault and at the end.
-    defects: lines of the gateways' logs that tell of one. alone_s: when Redis did not answer a gateway in time.
+    defects: lines of the gateways' logs that tell of one. redis_late_s: when Redis did not answer a gateway in time.
     budgets: of "metered" at the end, tokens that its bucket lacks and those still held; None without Redis.
     caps: requests that Redis still counts under caps at the end.
     admitted: requests that the bucket of "capped" admits over the time of the run. at_once: at the same time.
@@ -74,7 +74,7 @@ class Record:
     resources: tuple[Mapping, Mapping] = ({}, {})
     stored: Sequence[tuple[float, str]] = ()
     defects: Sequence[str] = ()
-    alone_s: Sequence[float] = ()
+    redis_late_s: Sequence[float] = ()
     budgets: tuple[float, float] | None = None
     caps: int = 0
     admitted: int = 0
@@ -97,9 +97,9 @@ class Record:
         near = (one for one in self.happened if one.begun_s <= until_s and since_s <= one.ended_s + self.recovery_s)
         return [(KINDS[one.fault.kind], one.fault.target) for one in near]
 
-    def counted_alone(self, since_s: float, until_s: float) -> bool:
-        """Return whether Redis did not answer a gateway then, as on a machine that is busy it does without a fault."""
-        return any(one_s - CALLER_S <= until_s and since_s <= one_s + self.recovery_s for one_s in self.alone_s)
+    def redis_was_late(self, since_s: float, until_s: float) -> bool:
+        """Return whether Redis did not answer a gateway in time: on a busy machine also without a fault."""
+        return any(one_s - CALLER_S <= until_s and since_s <= one_s + self.recovery_s for one_s in self.redis_late_s)
 
 
 def check(record: Record) -> list[Violation]:
@@ -226,8 +226,8 @@ def _is_reader(one: Outcome, record: Record) -> bool:
     """Return whether a repeated request must have got the response of the first one, and cost nothing."""
     [first] = (other for other in record.outcomes if other.id == one.key)
     felt = record.felt(first.sent_s, one.ended_s)
-    alone = record.counted_alone(first.sent_s, one.ended_s)
-    return first.ok and not alone and not any(target in GATEWAYS + REDIS for _, target in felt)
+    late = record.redis_was_late(first.sent_s, one.ended_s)
+    return first.ok and not late and not any(target in GATEWAYS + REDIS for _, target in felt)
 
 
 def _caps(record: Record) -> Iterator[Violation]:
@@ -239,7 +239,7 @@ def _caps(record: Record) -> Iterator[Violation]:
         # A gateway that hangs for longer than its lease in Redis is not counted, and its streams go on later.
         felt = record.felt(at_s, at_s)
         alone = any(kind.budgets_out or (kind.silent and target in GATEWAYS) for kind, target in felt)
-        if count > record.at_once and not alone and not record.counted_alone(at_s, at_s):
+        if count > record.at_once and not alone and not record.redis_was_late(at_s, at_s):
             yield Violation("budgets", f"'capped' had {count} streams at once and may have {record.at_once}", at_s)
             return
 

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ DEFECTS = ("unhandled exception", "never retrieved", "never awaited")
 NOT_JUDGED = "TridentEventLoopLate"
 FIRING, UNREAD = 'ALERTS{alertstate="firing"}', 'up{job="trident-gateway"} == 0'
 WARM_S, CLOSING_S = 2.0, 4.0  # of the loads before the first fault and after the last recovery
-ALONE = "each gateway goes on by itself"  # in a line of a gateway's log: Redis did not answer it in time
+REDIS_LATE = "each gateway goes on by itself"  # in a line of a gateway's log: Redis did not answer it in time
 LONGEST_STREAM_S = 40.0
 CAPS_S = 5.0  # in which a gateway that Redis did not answer in time has written again what it holds
 # The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
@@ -78,7 +78,7 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
     record.defects = _read_logs(fleet.folder, record.outcomes)
-    record.alone_s = _alone_s(fleet.folder)
+    record.redis_late_s = _redis_late_s(fleet.folder)
     # Without Redis each gateway counts by itself, and from the beginning where it is started again.
     restarts = sum(this.fault.kind == "kill.gateway" for this in record.happened)
     counts, caps = (1, 1) if fleet.redis_url else (len(fleet.http) + restarts, len(fleet.http))
@@ -160,19 +160,25 @@ def _read_logs(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
     """Take from the gateways' logs what each request used: of callers that left nobody else was told. Return the lines
     that tell of a defect."""
     by_id, defects = {one.id: one for one in outcomes}, []
+    for gateway, line in _log_lines(folder):
+        if any(words in line for words in DEFECTS):
+            defects.append(f"{gateway}: {_told(line)}")
+        with contextlib.suppress(ValueError):  # the line that a killed process was writing
+            row = json.loads(line) if '"duration_s"' in line else {}
+            one = by_id.get(row.get("request_id", ""))
+            if one is not None and not row.get("reuse"):
+                one.logged = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
+                one.logged_s = row["duration_s"]
+                if one.error == LEFT:
+                    one.tokens = one.logged
+    return defects
+
+
+def _log_lines(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of a gateway and a line of its log."""
     for path in folder.glob("gateway-*.log"):
         for line in path.read_text("utf-8", "replace").splitlines():
-            if any(words in line for words in DEFECTS):
-                defects.append(f"{path.stem}: {_told(line)}")
-            with contextlib.suppress(ValueError):  # the line that a killed process was writing
-                row = json.loads(line) if '"duration_s"' in line else {}
-                one = by_id.get(row.get("request_id", ""))
-                if one is not None and not row.get("reuse"):
-                    one.logged = row.get("input_tokens", 0), row.get("output_tokens", 0)  # none: it had no slot yet
-                    one.logged_s = row["duration_s"]
-                    if one.error == LEFT:
-                        one.tokens = one.logged
-    return defects
+            yield path.stem, line
 
 
 def _told(line: str) -> str:
@@ -183,15 +189,14 @@ def _told(line: str) -> str:
     return line[:500]
 
 
-def _alone_s(folder: Path) -> list[float]:
-    """Return when a gateway began to count caps by itself, as its log tells."""
+def _redis_late_s(folder: Path) -> list[float]:
+    """Return when Redis did not answer a gateway in time, as its log tells."""
     shift_s, found = time.monotonic() - time.time(), []
-    for path in folder.glob("gateway-*.log"):
-        for line in path.read_text("utf-8", "replace").splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line) if ALONE in line else {}
-                if ALONE in row.get("message", ""):
-                    found.append(datetime.fromisoformat(row["time"].replace("Z", "+00:00")).timestamp() + shift_s)
+    for _, line in _log_lines(folder):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line) if REDIS_LATE in line else {}
+            if REDIS_LATE in row.get("message", ""):
+                found.append(datetime.fromisoformat(row["time"].replace("Z", "+00:00")).timestamp() + shift_s)
     return found
 
 

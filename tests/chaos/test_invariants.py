@@ -150,8 +150,8 @@ def test_capped_has_no_more_streams_at_once_than_its_cap(begun_s: list, faults: 
     of = record(*streams, faults=faults, admitted=40)
     assert ("budgets" in violated(of)) is is_violated
     assert "budgets" not in violated(dataclasses.replace(of, at_once=20))
-    assert "budgets" not in violated(dataclasses.replace(of, alone_s=[5.0]))
-    assert ("budgets" in violated(dataclasses.replace(of, alone_s=[6.5]))) is is_violated
+    assert "budgets" not in violated(dataclasses.replace(of, redis_late_s=[5.0]))
+    assert ("budgets" in violated(dataclasses.replace(of, redis_late_s=[6.5]))) is is_violated
 
 
 def test_who_leaves_has_a_beginning_and_is_charged_what_the_gateway_counted():
@@ -199,8 +199,8 @@ def test_a_repeated_request_is_charged_once(change: dict, faults: list, used: in
     of = record(dataclasses.replace(first, **change), again, faults=faults)
     of.budgets = used * (3.0 + METERED.max_tokens), 0.0
     assert ("budgets" in violated(of)) is is_violated
-    assert "budgets" not in violated(dataclasses.replace(of, alone_s=[5.5]))
-    assert ("budgets" in violated(dataclasses.replace(of, alone_s=[7.0]))) is is_violated
+    assert "budgets" not in violated(dataclasses.replace(of, redis_late_s=[5.5]))
+    assert ("budgets" in violated(dataclasses.replace(of, redis_late_s=[7.0]))) is is_violated
 
 
 def test_the_engine_is_freed_when_callers_leave():
