@@ -127,9 +127,11 @@ def words(found: Mapping[str, Any]) -> str:
     """Say how far forecasts were from real runs; see fidelity.py."""
     if not found:
         return "unknown, no run of such a replica was compared"
-    ttft, latency = f"{found['ttft_p95_error']:+.1%}", f"{found['latency_p95_error']:+.1%}"
-    where = f"where it was compared with real runs ({found['when']}, {found['machine']})"
-    return f"TTFT p95 was off by {ttft} and end to end p95 by {latency} at worst {where}"
+    told = {"TTFT p95": "ttft_p95", "end to end mean": "latency_mean", "end to end p95": "latency_p95"}
+    # A comparison of before December 2026 has no mean.
+    found_of = {name: found.get(f"{figure}_error") for name, figure in told.items()}
+    errors = ", ".join(f"{name} {error:+.1%}" for name, error in found_of.items() if error is not None)
+    return f"at worst {errors}, where it was compared with real runs ({found['when']}, {found['machine']})"
 
 
 def plot(result: Result, path: Path) -> None:

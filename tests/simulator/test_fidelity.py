@@ -54,10 +54,11 @@ def _records(*ttft_s: float) -> list[Record]:
 
 def test_the_error_is_that_of_all_replays_and_chance_is_how_much_they_differ():
     load = fidelity._Compared(_records(1.0, 2.0, 3.0), [_records(1.0, 2.0, 3.0), _records(3.0, 6.0, 9.0)])
-    assert load.error("ttft", 50) == pytest.approx(0.5)  # of 1, 2, 3, 3, 6, 9
-    assert load.chance("ttft", 50) == pytest.approx(2.0 / 3.0)  # medians 2 and 6
+    assert load.error("ttft_p50") == pytest.approx(0.5)  # of 1, 2, 3, 3, 6, 9
+    assert load.error("latency_mean") == pytest.approx(1.0)  # of 2, 4, 6 and of 2, 4, 6, 6, 12, 18
+    assert load.chance("ttft_p50") == pytest.approx(2.0 / 3.0)  # medians 2 and 6
     alike = fidelity._Compared(_records(1.0), [_records(1.0), _records(1.0)])
-    assert (alike.error("latency", 95), alike.chance("latency", 95)) == (0.0, 0.0)
+    assert (alike.error("latency_p95"), alike.chance("latency_mean")) == (0.0, 0.0)
 
 
 def test_a_load_is_all_its_turns_and_shows_the_error_of_each():

@@ -70,7 +70,8 @@ def test_the_queue_is_the_largest_part_under_load():
 
 def test_the_fidelity_is_told():
     found = {"ttft_p95_error": 0.08, "latency_p95_error": -0.03, "when": "2026-11-23", "machine": "M, 2 cores"}
-    assert "+8.0%" in report.words(found) and "-3.0%" in report.words(found)
+    assert "TTFT p95 +8.0%, end to end p95 -3.0%" in report.words(found)
+    assert "+8.0%, end to end mean +1.0%, end" in report.words(found | {"latency_mean_error": 0.01})
 
 
 def test_two_runs_are_compared_request_by_request():
