@@ -6,7 +6,8 @@ from collections.abc import Sequence
 BLOCK_TOKENS = 32  # of a KV cache block: OpenVINO's CPU plugin and TensorRT-LLM (tokens_per_block)
 
 # Prompts beside running sequences (decision 0034).
-MAX_SLOWDOWN = 1.7  # a step that reads prompts may take so many times one that does not; 2 with what steps vary by
+MAX_SLOWDOWN = 1.7  # a step that reads a prompt may take so many times one that does not; 2 with what steps vary by
+QUEUE_LOSS = 1 / 30  # part of the throughput that steps may lose by decoding before prompts in the queue are read
 WHOLE_PROMPT_TOKENS = 256  # prompts up to this length are read whole: pieces of them cost more than they save
 
 # Speculative decoding (decision 0027).
@@ -31,6 +32,17 @@ def window_s(streams: float, response_cpu_s: float, cores: float) -> float:
     """Return how long a token may wait. response_cpu_s: what a response takes of one of the cores."""
     wait_s = WAIT_OF_FEW_S if streams <= FEW_STREAMS else WAIT_OF_MANY_S
     return min(wait_s, streams * response_cpu_s / (SENDING_SHARE * cores))
+
+
+def slowdown(running: int, waiting: int, beside_one: float = MAX_SLOWDOWN) -> float:
+    """Return how many times as long as a step without prompts one beside running sequences may take, at most.
+
+    waiting: prompts that are not read. Behind the first of them, those that are queued would share the steps of the
+        running sequences, which hardly take longer for more of them: decoding before they are read loses their part of
+        a step without prompts. beside_one: of a prompt that waits alone, beside many sequences.
+    """
+    queued = max(0, waiting - 1)
+    return max(beside_one + waiting / running, queued / (running + queued) / QUEUE_LOSS)
 
 
 def undrafted_from(prompt_tokens: int) -> int:

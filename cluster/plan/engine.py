@@ -24,6 +24,7 @@ from contract.scheduling import (
     DraftResumption,
     drafts_beside,
     drafts_gain,
+    slowdown,
     undrafted_from,
 )
 from contract.step_model import STRETCHES, StepModel, accepted_at, tokens_per_step
@@ -34,8 +35,8 @@ class Replica:
     """A kind of replica.
 
     slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache.
-    slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
-        of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
+    slower: a step that reads a prompt beside streams may take so many times one that does not, and longer the more
+        prompts wait (decision 0034); 0 if steps are filled up to chunk_tokens.
     short_tokens: prompts up to this length are read whole. max_seq_len: tokens of prompt and answer; 0: kv_tokens.
     """
 
@@ -77,7 +78,7 @@ class Replica:
             return room
         plain_s = self.step.seconds(decoding, context_tokens, 0)
         token_s = (self.step.seconds(decoding, context_tokens, room) - plain_s) / room
-        longer_s = (self.slower - 1 + prompts / decoding) * plain_s
+        longer_s = (slowdown(decoding, prompts, self.slower) - 1) * plain_s
         return room if token_s * room <= longer_s else max(BLOCK_TOKENS, int(longer_s / token_s))
 
 

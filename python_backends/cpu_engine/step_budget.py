@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from operator import mul, truediv
 
-from contract.scheduling import BLOCK_TOKENS, MAX_SLOWDOWN, WHOLE_PROMPT_TOKENS
+from contract.scheduling import BLOCK_TOKENS, WHOLE_PROMPT_TOKENS, slowdown
 
 _UNKNOWN = 4 * BLOCK_TOKENS  # tokens, before enough steps were seen
 _ENOUGH = 8  # steps
@@ -52,12 +52,25 @@ class StepBudget:
                 row[j] -= own * other / variance
             row[i] += _DRIFT if row[i] < _UNCERTAIN else 0.0
         self._seen += 1
+        self._keep_positive()
+
+    def _keep_positive(self) -> None:
+        """Replace coefficients below 0 by 0, and the others by what fits best then.
+
+        The numbers of running sequences and of prompt tokens go together, and some sizes of a step are much slower than
+        their neighbours: without it a step of many sequences seemed to take no time.
+        """
+        for i, row in enumerate(self._covariance):
+            if (below := self._seconds[i]) < 0:
+                for j, common in enumerate(row):
+                    self._seconds[j] -= common / row[i] * below
+        self._seconds = [max(0.0, seconds) for seconds in self._seconds]  # one may have pushed another below
 
     def tokens(self, running: int, waiting: int, begin: int) -> int:
         """Return the prompt tokens of the next step, a block at least.
 
         running: sequences whose next token the step makes; without any it takes _ALONE_S.
-        waiting: prompts that are not read. The more of them wait for each running sequence, the longer is the step.
+        waiting: prompts that are not read. The more of them wait, the longer is the step.
         begin: tokens of the first of these prompts that were read: the more, the longer take those that follow.
         """
         room = max(BLOCK_TOKENS, self.most - running)
@@ -65,11 +78,12 @@ class StepBudget:
             return min(room, _UNKNOWN)
         step_s, of_running_s, of_token_s, of_attended_s = map(truediv, self._seconds, _SCALES)
         without_s = max(step_s + of_running_s * running, 1e-6)
-        longer_s = (MAX_SLOWDOWN - 1 + waiting / running) * without_s if running else max(_ALONE_S - without_s, 1e-6)
-        # Noise may leave a part below 0, by which a prompt that is read farther must not seem cheaper.
-        first_s = max(of_token_s + begin * max(of_attended_s, 0.0), 1e-9)
+        longer_s = max(_ALONE_S - without_s, 1e-6)
+        if running:
+            longer_s = (slowdown(running, waiting) - 1) * without_s
+        first_s = max(of_token_s + begin * of_attended_s, 1e-9)
         # first_s × tokens + of_attended_s × tokens² / 2 = longer_s
-        root = math.sqrt(max(first_s * first_s + 2 * of_attended_s * longer_s, 0.0))
+        root = math.sqrt(first_s * first_s + 2 * of_attended_s * longer_s)
         tokens = 2 * longer_s / (first_s + root)
         return int(min(max(tokens, BLOCK_TOKENS), room))
 

@@ -3,6 +3,8 @@ from hypothesis import strategies as st
 
 from contract.scheduling import (
     LEAST_SPEEDUP,
+    MAX_SLOWDOWN,
+    QUEUE_LOSS,
     READ_PER_STEP,
     RESUME_TOKENS,
     RESUME_UP_TO,
@@ -10,6 +12,7 @@ from contract.scheduling import (
     UNDRAFTED_FROM,
     DraftResumption,
     drafts_beside,
+    slowdown,
 )
 
 
@@ -62,3 +65,15 @@ def test_a_busier_time_and_drafts_that_gain_too_little_let_plain_steps_go_on(tex
     resumption.observe(UNDRAFTED_FROM + 1, 1.0)
     resumption.observe(len(texts), LEAST_SPEEDUP - 0.01, 10_000)
     assert not resumption.due(texts, left)
+
+
+@given(st.integers(1, 256), st.integers(1, 256))
+def test_steps_beside_a_queue_lose_little_by_decoding_before_its_prompts_are_read(running, waiting):
+    factor, queued = slowdown(running, waiting), waiting - 1
+    assert queued / (running + queued) / factor <= QUEUE_LOSS * (1 + 1e-9)
+    assert factor >= MAX_SLOWDOWN and slowdown(running, waiting + 1) >= factor
+
+
+@given(st.integers(1, 256))
+def test_beside_a_prompt_that_waits_alone_streams_keep_half_of_their_pace(running):
+    assert slowdown(running, 1) == MAX_SLOWDOWN + 1 / running
