@@ -73,7 +73,10 @@ async def test_token_ids_in_which_no_pattern_finds_anything_are_not_kept(tmp_pat
             await flushed(running)
             [sample] = kept(tmp_path)
             assert sample["output"] == "call [PHONE]!"
-            assert "text_input" not in sample and "7190" not in json.dumps(sample)
+            # Ids and times may have these digits by chance.
+            said = {name: value for name, value in sample.items() if not isinstance(value, float)}
+            told = json.dumps({name: value for name, value in said.items() if name not in ("id", "request_id")})
+            assert "text_input" not in sample and "7190" not in told
 
 
 async def test_a_deletion_holds_for_requests_that_wait_for_a_slot(tmp_path):
