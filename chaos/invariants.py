@@ -17,7 +17,7 @@ MORE_DESCRIPTORS, MORE_BYTES = 24, 100_000_000
 WORKER, CACHE_BYTES = "cpu_engine.worker", 270_000_000  # of the demo's KV cache, a page of which is there once used
 # Of gateways and of replicas, 0 once no request is under way.
 _OF_GATEWAYS = "in_flight waiting pool_running pool_waiting pool_queued_tokens pool_backlog_tokens"
-_OF_GATEWAYS += " queue_depth replica_outstanding body_bytes"
+_OF_GATEWAYS += " queue_depth replica_outstanding body_bytes counted_requests"
 GAUGES = (*(f"trident_gateway_{name}" for name in _OF_GATEWAYS.split()), "trident_open_streams")
 COUNTERS = ("trident_gateway_requests_total", "trident_gateway_tokens_total")
 NAMES = "faults ends bytes isolation errors budgets frees gauges resources recovery floor alerts".split()

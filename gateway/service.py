@@ -133,6 +133,7 @@ class Service:
             upstreams=lambda: self.overflow.upstreams.values(),
             pools=self._pool_states,
             body_bytes=lambda: self.bodies.held,
+            counted=lambda: self._concurrency.in_flight,
             degraded=lambda: self.admission.degraded,
             replica_seconds=self.replica_seconds.total,
             tokens=lambda: self.metrics.engine_tokens,

@@ -32,6 +32,9 @@ class Slot:
 class Caps(Protocol):
     """Caps as admission needs them; see Concurrency."""
 
+    @property
+    def in_flight(self) -> int: ...  # requests of this process that count under them
+
     def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None: ...
     def fullness(self, pool: str) -> float: ...
     async def acquire(self, levels: Levels, priority: int, requests: int = 1, pool: str = "") -> Slot: ...

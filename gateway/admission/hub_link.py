@@ -174,6 +174,7 @@ class SharedCaps:
 
     def __init__(self, link: HubLink) -> None:
         self._link = link
+        self.in_flight = 0
 
     def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None:
         pass
@@ -191,7 +192,13 @@ class SharedCaps:
         number, error = await link.call(undo, "acquire", capped, priority, requests, pool)
         if error is not None:
             raise error
-        return Slot(lambda: link.frames.send("release", number))
+        self.in_flight += requests
+
+        def give_back() -> None:
+            self.in_flight -= requests
+            link.frames.send("release", number)
+
+        return Slot(give_back)
 
 
 class SharedBudgets:

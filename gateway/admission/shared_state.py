@@ -210,6 +210,10 @@ class GatewayCaps:
         self.fullness = own.fullness
         self._class_limits: Mapping[int, int] = {}
 
+    @property
+    def in_flight(self) -> int:
+        return self._own.in_flight
+
     def change(self, class_limits: Mapping[int, int], pools: Collection[str]) -> None:
         self._class_limits = class_limits
         self._own.change(class_limits, pools)

@@ -52,7 +52,7 @@ class ReplicaSeconds:
 class StateMetrics:
     """A Prometheus collector. Every field returns the state at the time of the scrape.
 
-    body_bytes: that request bodies hold. degraded: requests by stage. tokens: that engines read and made.
+    body_bytes: that request bodies hold. counted: requests under caps. degraded: requests by stage. tokens: that engines read and made.
     prices: None where none is set; then no cost is reported.
     """
 
@@ -60,6 +60,7 @@ class StateMetrics:
     upstreams: Callable[[], Iterable[Upstream]]
     pools: Callable[[], Iterable[PoolState]]
     body_bytes: Callable[[], int]
+    counted: Callable[[], int]
     degraded: Callable[[], Mapping[str, int]]
     replica_seconds: Callable[[], float]
     tokens: Callable[[], int]
@@ -72,6 +73,8 @@ class StateMetrics:
     def collect(self) -> Iterator[Metric]:
         yield from self._backends()
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
+        text = "Requests that count under max_in_flight of gateway, classes and tenants, those in admission included"
+        yield GaugeMetricFamily("trident_gateway_counted_requests", text, self.counted())
         yield from self._pools()
         yield from self._releases()
         degraded = _counter("degraded", "Degraded requests, by stage", "stage")

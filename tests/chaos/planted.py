@@ -64,6 +64,20 @@ def leaked_permit_on_leaving_the_queue() -> None:
     Permit.close = leaking
 
 
+def leaked_cap_on_refusal() -> None:
+    """A place under the gateway's own caps is not given back where those in Redis refuse the request."""
+    from contract.errors import Overloaded
+    from gateway.admission.concurrency import Slot
+
+    release = Slot.release
+
+    def leaking(self) -> None:
+        if not isinstance(sys.exc_info()[1], Overloaded):
+            release(self)
+
+    Slot.release = leaking
+
+
 def unnoticed_leaving() -> None:
     """A caller over HTTP that leaves is served to the end."""
     from gateway.api.response_stream import ResponseStream
@@ -188,9 +202,10 @@ def ignored_floor() -> None:
 
 
 _LEAVING = (leaked_permit_on_leaving, leaked_permit_on_leaving_the_queue, leaked_slot_on_leaving, unnoticed_leaving)
+_CAPS = (ignored_cap, leaked_cap_on_refusal)
 _TOKENS = (repeated_end, repeated_message, lost_token, doubled_token)
 _COUNTS = (doubled_charge, uncounted_prompt, doubled_prompt)
-_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, *_COUNTS, ignored_key, ignored_cap, ignored_floor)
+_PLANTS = (leaked_permit, *_LEAVING, *_TOKENS, *_COUNTS, ignored_key, *_CAPS, ignored_floor)
 DEFECTS = {plant.__name__: plant for plant in _PLANTS}
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ class Worker:
     def __init__(self, number: int, end: socket.socket, slots: int) -> None:
         self.link = HubLink(number, end, Path())
         self.link.reported = lambda: {"": (capacity(slots, 0), 0)}
+        self.caps = SharedCaps(self.link)
         self.admission = FairAdmission(
             SharedBudgets(self.link),
-            SharedCaps(self.link),
+            self.caps,
             time.monotonic,
             pools=OnePool(),
             make_slots=self.link.slots,
@@ -99,7 +100,7 @@ async def test_a_cap_holds_over_all_workers_and_what_is_released_can_be_taken_ag
             *(made[number % 3].admission.admit([REQUEST], tenant) for number in range(12)), return_exceptions=True
         )
         permits = [one for one in taken if not isinstance(one, Exception)]
-        assert len(permits) == 5 and hub.caps.in_flight == 5
+        assert len(permits) == 5 and hub.caps.in_flight == sum(worker.caps.in_flight for worker in made) == 5
         assert {type(one) for one in taken if isinstance(one, Exception)} == {Overloaded}
         permits[0].settle(None)
         await made[2].run(tenant)
@@ -108,6 +109,7 @@ async def test_a_cap_holds_over_all_workers_and_what_is_released_can_be_taken_ag
         for permit in permits:
             permit.settle(None)
         await idle(hub)
+        assert not any(worker.caps.in_flight for worker in made)
 
 
 async def test_a_budget_holds_over_all_workers():

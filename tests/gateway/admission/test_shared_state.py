@@ -144,6 +144,7 @@ async def test_gateways_together_never_have_more_than_a_cap_and_use_all_of_it(re
         assert most == 5 and refused
         await until(lambda: not any(state._held or state._released for state, _ in made))
         slots = [await made[n % 3][1].acquire(capped(5), 1) for n in range(5)]
+        assert sum(caps.in_flight for _, caps in made) == 5  # nothing is left of those that were refused
         for slot in slots:
             slot.release()
 

@@ -19,6 +19,7 @@ def registry(**more: object) -> CollectorRegistry:
         "upstreams": lambda: (),
         "pools": lambda: (),
         "body_bytes": lambda: 7,
+        "counted": lambda: 3,
         "degraded": lambda: {"overflow": 3},
         "replica_seconds": lambda: 7200.0,
         "tokens": lambda: 4000,
@@ -34,6 +35,7 @@ def test_values_are_read_at_the_scrape():
     degraded["overflow"] = 2
     assert found.get_sample_value("trident_gateway_degraded_total", {"stage": "overflow"}) == 2
     assert found.get_sample_value("trident_gateway_body_bytes") == 7
+    assert found.get_sample_value("trident_gateway_counted_requests") == 3
     assert found.get_sample_value("trident_gateway_replica_seconds_total") == 7200
 
 
