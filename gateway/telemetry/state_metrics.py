@@ -52,7 +52,8 @@ class ReplicaSeconds:
 class StateMetrics:
     """A Prometheus collector. Every field returns the state at the time of the scrape.
 
-    body_bytes: that request bodies hold. counted: requests under caps. degraded: requests by stage. tokens: that engines read and made.
+    body_bytes: that request bodies hold. counted: requests under caps. degraded: requests by stage.
+    tokens: that engines read and made.
     prices: None where none is set; then no cost is reported.
     """
 
