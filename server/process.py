@@ -36,6 +36,16 @@ def zombie_children(parent: int) -> list[int]:
     return [child.pid for child in children if not is_running(child.pid)]
 
 
+def exit_code(pid: int) -> int | None:
+    """Return the exit code (128 + n: signal n) of a zombie, None if ``pid`` is none."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        state, *_, status = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if state in b"ZX":
+            code = os.waitstatus_to_exitcode(int(status))
+            return code if code >= 0 else 128 - code
+    return None
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when ``pid`` started, in clock ticks since boot; None if there is no such process.
 

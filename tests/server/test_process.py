@@ -29,6 +29,15 @@ def test_a_zombie_does_not_run_and_is_listed_as_a_child():
     assert not process.is_running(child.pid) and process.zombie_children(child.pid) == []
 
 
+@pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("exit 0", 0)])
+def test_a_zombie_tells_how_it_ended(command, code):
+    child = subprocess.Popen(["sh", "-c", command])
+    wait_for_zombie(child)
+    assert process.exit_code(child.pid) == code
+    child.wait()
+    assert process.exit_code(child.pid) is None and process.exit_code(os.getpid()) is None
+
+
 def test_start_ticks_tell_processes_apart():
     first = subprocess.Popen(["sleep", "600"])
     time.sleep(2 / os.sysconf("SC_CLK_TCK"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.plan.engine import Replica
 from cluster.plan.replica import Request, serve
-from contract.scheduling import LONG_UNDRAFTED_FROM, UNDRAFTED_FROM, WHOLE_PROMPT_TOKENS
+from contract.scheduling import LONG_UNDRAFTED_FROM, UNDRAFTED_FROM, WHOLE_PROMPT_TOKENS, slowdown
 from contract.step_model import texts
 from tests.cluster.plan.scenarios import REPLICA, STEP
 
@@ -19,7 +19,7 @@ from tests.cluster.plan.scenarios import REPLICA, STEP
 def test_a_step_that_reads_prompts_beside_streams_stays_short(streams, context, prompts):
     short = dataclasses.replace(REPLICA, slower=1.7)
     room, plain_s = short.room(streams, context, prompts), STEP.seconds(streams, context, 0)
-    longest_s = max((1.7 + prompts / streams) * plain_s, STEP.seconds(streams, context, 32))
+    longest_s = max(slowdown(streams, prompts, 1.7) * plain_s, STEP.seconds(streams, context, 32))
     assert 32 <= room <= REPLICA.room(streams, context, prompts)
     assert STEP.seconds(streams, context, room) <= longest_s * 1.001
     assert short.room(0, 0, prompts) == 256
