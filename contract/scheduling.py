@@ -35,11 +35,12 @@ def window_s(streams: float, response_cpu_s: float, cores: float) -> float:
 
 
 def slowdown(running: int, waiting: int, beside_one: float = MAX_SLOWDOWN) -> float:
-    """Return how many times as long as a step without prompts one beside running sequences may take, at most.
+    """Return how many times as long as a step without prompts one that reads some may take, at most.
 
-    waiting: prompts that are not read. Behind the first of them, those that are queued would share the steps of the
-        running sequences, which hardly take longer for more of them: decoding before they are read loses their part of
-        a step without prompts. beside_one: of a prompt that waits alone, beside many sequences.
+    running: sequences that decode in it.
+    waiting: prompts that are not read yet. Those behind the first could decode in the same steps, which hardly take
+        longer for more sequences: a step before they are read wastes their part of its fixed time, QUEUE_LOSS at most.
+    beside_one: for a prompt that waits alone, beside many sequences.
     """
     queued = max(0, waiting - 1)
     return max(beside_one + waiting / running, queued / (running + queued) / QUEUE_LOSS)

@@ -37,7 +37,7 @@ def zombie_children(parent: int) -> list[int]:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code (128 + n: signal n) of a zombie, None if ``pid`` is none."""
+    """Return the exit code (128 + n: signal n) of a zombie; None if ``pid`` is not one."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         state, *_, status = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         if state in b"ZX":
