@@ -290,7 +290,7 @@ class ServerInstance:
     def _report_stub_exit(self, model: Model) -> None:
         if not process.is_running(self.pid):
             return  # tritonserver's own exit, which is reported, ended its stubs
-        codes = map(process.exit_code, process.zombie_children(self.pid))  # tritonserver waits for none of them
+        codes = map(process.exit_code, process.zombie_children(self.pid))  # tritonserver does not reap them
         how = " or ".join(recovery.describe_exit(code) for code in codes if code is not None)
         problem = f"{model.name} process exited{how and f' with {how}'}"
         if not self._ready:

@@ -127,10 +127,9 @@ def words(found: Mapping[str, Any]) -> str:
     """Say how far forecasts were from real runs; see fidelity.py."""
     if not found:
         return "unknown, no run of such a replica was compared"
-    told = {"TTFT p95": "ttft_p95", "end to end mean": "latency_mean", "end to end p95": "latency_p95"}
+    told = {"TTFT p95": "ttft_p95_error", "end to end mean": "latency_mean_error", "end to end p95": "latency_p95_error"}
     # A comparison of before December 2026 has no mean.
-    found_of = {name: found.get(f"{figure}_error") for name, figure in told.items()}
-    errors = ", ".join(f"{name} {error:+.1%}" for name, error in found_of.items() if error is not None)
+    errors = ", ".join(f"{name} {found[error]:+.1%}" for name, error in told.items() if error in found)
     return f"at worst {errors}, where it was compared with real runs ({found['when']}, {found['machine']})"
 
 

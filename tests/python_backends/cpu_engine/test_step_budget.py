@@ -41,7 +41,7 @@ def test_the_farther_a_prompt_is_read_the_fewer_tokens_a_step_reads_of_it():
     assert found == sorted(found, reverse=True) and found[0] > 1.5 * found[3]
 
 
-def test_the_more_prompts_wait_for_each_running_sequence_the_longer_is_a_step():
+def test_the_more_prompts_wait_the_longer_is_a_step():
     budget = fed(0.01, 0.001, 0.0003)
     found = [budget.tokens(16, waiting, 0) for waiting in (0, 1, 2, 3, 8, 16, 1000)]
     assert found == sorted(found) and found[0] < found[2] < found[3] and found[-1] == 512 - 16
