@@ -127,9 +127,10 @@ def words(found: Mapping[str, Any]) -> str:
     """Say how far forecasts were from real runs; see fidelity.py."""
     if not found:
         return "unknown, no run of such a replica was compared"
-    told = {"TTFT p95": "ttft_p95_error", "end to end mean": "latency_mean_error", "end to end p95": "latency_p95_error"}
+    told = {"TTFT p95": "ttft_p95", "end to end mean": "latency_mean", "end to end p95": "latency_p95"}
+    keys = {name: f"{figure}_error" for name, figure in told.items()}
     # A comparison of before December 2026 has no mean.
-    errors = ", ".join(f"{name} {found[error]:+.1%}" for name, error in told.items() if error in found)
+    errors = ", ".join(f"{name} {found[key]:+.1%}" for name, key in keys.items() if key in found)
     return f"at worst {errors}, where it was compared with real runs ({found['when']}, {found['machine']})"
 
 
